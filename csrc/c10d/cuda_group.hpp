@@ -13,8 +13,8 @@
 namespace fusedpg {
 
 // What a group does with CUDA tensors. c10d's collectives go to torch's own
-// ProcessGroupNCCL; fused operations to the CUDA engine, whose communicator is
-// its own.
+// ProcessGroupNCCL, the delegate; fused operations to the CUDA engine, whose data
+// that moves, too.
 //
 // Everything of a group runs in the order of its calls: see CudaOrder.
 //

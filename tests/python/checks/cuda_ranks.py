@@ -372,7 +372,7 @@ def ends_with_an_ordinary_one_outstanding(context: Context, why: str) -> None:
 
 def one_rank_cannot_start(context: Context, what: str) -> None:
     """All ranks hear of it at once, and may try again."""
-    failing = 0 if what == "ncclGetUniqueId" else 1
+    failing = 1
     library = os.environ["FUSEDPG_NCCL_LIB"]
     if what == "library" and context.rank == failing:
         os.environ["FUSEDPG_NCCL_LIB"] = "/none.so"
@@ -413,7 +413,7 @@ def peer_dies_before_its_start(context: Context) -> tuple[str, float]:
 
 
 def out_of_memory(context: Context, what: str, elements: int = 40_000) -> int:
-    """Each allocation of a step fails once, on one rank; returns how many there are."""
+    """Allocations of a step fail on one rank, which calls it again; returns how many did."""
     ranks = Ranks(context)
     ranks.call(Call("fused", 1))
     ranks.check("a smaller one")
@@ -427,10 +427,9 @@ def out_of_memory(context: Context, what: str, elements: int = 40_000) -> int:
         except torch.OutOfMemoryError as error:
             assert "the group works on" in str(error), error
             assert "fused_sgd_" in str(error) and "sequence" in str(error), error
-            assert context.rank == 1 or "another rank" in str(error), error
+            assert context.rank == 1, "the others wait for its next call"
             ranks.sync(0)
             assert not ranks.fake.host(param).any(), "it was updated"
-            ranks.call(Call("all_reduce", 2, 2))
         else:
             if work is not None:
                 work.wait()
