@@ -163,6 +163,14 @@ std::shared_ptr<CudaEngine> CudaGroup::engine_for(
           formatted("fusedpg-engine/{}", attempts_), store_));
   const auto made = translate([&] {
     try {
+      if (!left_behind_.empty()) {
+        fail(
+            ErrorKind::kSystem,
+            "fused: an earlier start of the CUDA engine has left a call inside "
+            "NCCL, which may use the group's communicator at any time; destroy "
+            "the group and make another one ({})",
+            left_behind_);
+      }
       const cuda::CudaApi& cuda = cuda_api();
       const cuda::NcclApi& nccl = cuda::load_nccl_api(settings_.nccl_lib);
       return std::make_shared<CudaEngine>(
@@ -181,6 +189,9 @@ std::shared_ptr<CudaEngine> CudaGroup::engine_for(
                            delegate_locked(), streams, cuda),
           allocator(streams));
     } catch (const std::exception& error) {
+      if (dynamic_cast<const cuda::CallLeftBehind*>(&error) != nullptr) {
+        left_behind_ = one_line(error);
+      }
       const auto* known = dynamic_cast<const Error*>(&error);
       if (known == nullptr || known->kind() != ErrorKind::kInvalid) {
         ++attempts_;
@@ -490,7 +501,8 @@ void CudaGroup::shutdown(std::chrono::milliseconds timeout) {
   }
   if (const auto made = made_delegate()) {
     // A shutdown of NCCL would wait for a peer that never comes.
-    const bool ended = order_.ended(deadline) && !(engine && engine->failed());
+    const bool ended = left_behind_.empty() && order_.ended(deadline) &&
+        !(engine && engine->failed());
     end_within(
         kDelegateEnd,
         made,

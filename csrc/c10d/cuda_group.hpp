@@ -136,6 +136,8 @@ class CudaGroup {
   CudaOrder order_;
   // To make the engine. Where one rank fails all do, so they count alike.
   int attempts_ = 0;
+  // How one has left a call inside NCCL: there are no more attempts.
+  std::string left_behind_;
 
   std::mutex made_mutex_; // of these pointers; taken inside the others
   BackendPtr delegate_;

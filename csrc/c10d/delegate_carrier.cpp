@@ -1,7 +1,6 @@
 #include "c10d/delegate_carrier.hpp"
 
-#include <future>
-#include <thread>
+#include <optional>
 
 #include <torch/csrc/utils/pybind.h>
 
@@ -61,21 +60,11 @@ at::Tensor DelegateCarrier::view(
       .make_tensor();
 }
 
-void DelegateCarrier::enqueue(
+void DelegateCarrier::guarded(
     const char* what,
-    at::Tensor from,
-    at::Tensor to,
-    cuda::Stream stream,
-    Call call) {
+    c10::function_ref<void()> call) {
   try {
-    if (streams_.pretend()) {
-      call_on_host(from, to, stream, call);
-      return;
-    }
-    const CudaStreams::Scope scope(streams_, streams_.external(stream));
-    if (const auto work = call(from, to)) {
-      work->wait();
-    }
+    call();
   } catch (const Error&) {
     throw;
   } catch (const std::exception& error) {
@@ -89,6 +78,24 @@ void DelegateCarrier::enqueue(
   }
 }
 
+void DelegateCarrier::enqueue(
+    const char* what,
+    at::Tensor from,
+    at::Tensor to,
+    cuda::Stream stream,
+    Call call) {
+  guarded(what, [&] {
+    if (streams_.pretend()) {
+      call_on_host(from, to, stream, call);
+      return;
+    }
+    const CudaStreams::Scope scope(streams_, streams_.external(stream));
+    if (const auto work = call(from, to)) {
+      work->wait();
+    }
+  });
+}
+
 // Gloo, which reads and writes the memory now, and may wait for another rank for
 // longer than the engine does: on a thread of its own, which may stay behind, and
 // so on copies.
@@ -100,15 +107,51 @@ void DelegateCarrier::call_on_host(
   cuda::check(cuda_, "cudaStreamSynchronize", cuda_.stream_synchronize(stream));
   at::Tensor source = from.clone();
   at::Tensor target = to.clone();
-  std::packaged_task<void()> task(
-      [work = call(source, target)] { work->wait(); });
-  std::future<void> ended = task.get_future();
-  std::thread(std::move(task)).detach();
-  while (ended.wait_for(kDelegatePause) != std::future_status::ready) {
-    watch_();
-  }
-  ended.get();
+  cuda::call_watched<void>(
+      [work = call(source, target), source, target] { work->wait(); },
+      kDelegatePause,
+      watch_);
   to.copy_(target);
+}
+
+// ProcessGroupNCCL makes its communicator in its first collective, on the host,
+// and waits there without a deadline for ranks that have died. If it has one, all
+// ranks have called that collective, which may be under way on another stream.
+void DelegateCarrier::connect() {
+  if (nccl_comm() != nullptr) {
+    return;
+  }
+  std::optional<c10::Stream> stream;
+  if (!streams_.pretend()) {
+    stream = streams_.from_pool(); // lives longer than this engine
+  }
+  const auto call = [stream,
+                     delegate = delegate_,
+                     streams = streams_,
+                     &cuda = cuda_] {
+    cuda::check(cuda, "cudaSetDevice", cuda.set_device(streams.index()));
+    const cuda::RelaxedCapture relaxed(cuda);
+    std::optional<CudaStreams::Scope> scope;
+    if (stream) {
+      scope.emplace(streams, *stream);
+    }
+    std::vector<at::Tensor> any{at::empty(
+        {1}, at::TensorOptions().dtype(at::kByte).device(streams.device()))};
+    auto options = in_order<c10d::AllreduceOptions>();
+    options.reduceOp = c10d::ReduceOp::MAX;
+    if (const auto work = delegate->allreduce(any, options)) {
+      work->wait();
+    }
+    if (stream) {
+      cuda::check(
+          cuda,
+          "cudaStreamSynchronize",
+          cuda.stream_synchronize(streams.handle(*stream)));
+    }
+  };
+  guarded("the first all_reduce", [&] {
+    cuda::call_watched<void>(call, kDelegatePause, watch_);
+  });
 }
 
 void DelegateCarrier::maximum(
@@ -187,6 +230,15 @@ cuda::NcclComm DelegateCarrier::nccl_comm() {
   }
   return reinterpret_cast<cuda::NcclComm>(
       delegate.attr("_comm_ptr")().cast<int64_t>());
+}
+
+// torch's watchdog may end it, and says so first.
+bool DelegateCarrier::lost_nccl_comm() const {
+  try {
+    return delegate_->getError() != c10d::ErrorType::SUCCESS;
+  } catch (const std::exception&) {
+    return false; // Gloo knows no errors
+  }
 }
 
 } // namespace fusedpg

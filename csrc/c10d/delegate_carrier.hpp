@@ -17,6 +17,7 @@ class DelegateCarrier final : public cuda::Carrier {
       const CudaStreams& streams,
       const cuda::CudaApi& cuda);
 
+  void connect() override;
   void maximum(uint8_t* data, size_t count, cuda::Stream stream) override;
   void reduce_scatter(
       const void* from,
@@ -30,12 +31,15 @@ class DelegateCarrier final : public cuda::Carrier {
   void all_to_all(const void* from, void* to, size_t bytes, cuda::Stream stream)
       override;
   cuda::NcclComm nccl_comm() override;
+  bool lost_nccl_comm() const override;
   bool waits_on_host() const override {
     return streams_.pretend();
   }
   void abort() override {} // the delegate's end is its group's business
 
  private:
+  // What a call of the delegate throws, as an Error that names it.
+  void guarded(const char* what, c10::function_ref<void()> call);
   at::Tensor view(const void* data, size_t count, at::ScalarType type) const;
   using Call = c10::function_ref<
       c10::intrusive_ptr<c10d::Work>(at::Tensor& from, at::Tensor& to)>;

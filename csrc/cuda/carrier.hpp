@@ -70,6 +70,9 @@ class Carrier {
     return false;
   }
 
+  // Collective, and the first call: connects the ranks. Calls the watch
+  // meanwhile, and throws a CallLeftBehind where that throws.
+  virtual void connect() {}
   // data[i] = the largest of all ranks' data[i].
   virtual void maximum(uint8_t* data, size_t count, Stream stream) = 0;
   // `to` = this rank's block of `count` elements of the reduction of all ranks'
@@ -97,6 +100,10 @@ class Carrier {
   // Its communicator on the current device, once a collective has connected it,
   // for what NCCL alone can do; null: it has none.
   virtual NcclComm nccl_comm() = 0;
+  // Whether somebody else may have ended that communicator after a failure.
+  virtual bool lost_nccl_comm() const {
+    return false;
+  }
   // Ends what waits for other ranks, as far as nobody else does.
   virtual void abort() = 0;
 

@@ -42,7 +42,8 @@ class CudaEngine {
 
   // Collective. `store` and `check_peers` are used until close(). Where one
   // rank throws and calls tell_failure(), all ranks throw; for another attempt
-  // the store must be empty.
+  // the store must be empty. There is none after a CallLeftBehind, which may use
+  // the carrier's communicator for ever.
   CudaEngine(
       const CudaApi& cuda,
       const NcclApi& nccl,
@@ -269,7 +270,7 @@ class CudaEngine {
       const Deadline& deadline);
 
   // --- resources.cpp; at the start and the end
-  void connect(const Deadline& deadline); // for what needs NCCL itself
+  void connect(const Deadline& deadline);
   void allocate_arena(); // for the direct path
   bool register_arena(const Deadline& deadline); // false: there is none
   void give_up_arena(int without);
@@ -316,7 +317,8 @@ class CudaEngine {
   size_t arena_bytes_ = 0; // for tensors; what the direct path needs follows
   std::mutex window_mutex_; // of its end
   NcclWindow window_ = nullptr;
-  void* direct_ = nullptr;
+  std::atomic<void*> direct_{
+      nullptr}; // also read by calls that have yet to fail
 
   std::mutex mutex_; // of what enqueuing an operation uses
   uint64_t sequence_ = 0;

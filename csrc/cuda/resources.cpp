@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <thread>
 
 #include "base/error.hpp"
 #include "base/round_up.hpp"
@@ -13,7 +12,6 @@ namespace {
 
 constexpr size_t kSlotAlignment = 1 << 16;
 constexpr size_t kMaxLayouts = 256;
-constexpr std::chrono::microseconds kConnectPause{100};
 constexpr std::chrono::milliseconds kConnectLook{500}; // at the other ranks
 constexpr size_t kArenaAlignment = 1 << 21;
 constexpr size_t kSignalBytes = kDirectBlocks * sizeof(DirectSignals);
@@ -38,17 +36,13 @@ void CudaEngine::allocate_arena() {
   clear_signals();
 }
 
-// The communicator is there when a collective has used it.
+// No operation, captured or not, has to make the communicator then.
 void CudaEngine::connect(const Deadline& deadline) {
-  if (!ring_ && arena_ == nullptr) {
+  if (size_ == 1) {
     return;
   }
-  const auto slot = take_slot(1);
-  const Stream stream = wire_stream_.get();
-  auto* data = static_cast<uint8_t*>(slot->device.get());
-  check(cuda_, "cudaMemsetAsync", cuda_.clear(data, 1, stream));
   auto next_look = Clock::now() + kConnectLook;
-  const auto watch = [&] {
+  carrier_->set_watch([&] {
     if (deadline.expired()) {
       fail(
           ErrorKind::kTimeout,
@@ -60,19 +54,12 @@ void CudaEngine::connect(const Deadline& deadline) {
       look_at_peers("the first collective of a group");
       next_look = Clock::now() + kConnectLook;
     }
-  };
-  carrier_->set_watch(watch);
-  carrier_->maximum(data, 1, stream);
-  const Event met = events_.agreed.get();
-  check(cuda_, "cudaEventRecord", cuda_.event_record(met, stream));
-  int state = kNotReady;
-  while ((state = cuda_.event_query(met)) == kNotReady) {
-    watch();
-    std::this_thread::sleep_for(kConnectPause);
+  });
+  carrier_->connect();
+  if (ring_ || arena_ != nullptr) {
+    comm_ = carrier_->nccl_comm();
+    ring_ = ring_ && comm_ != nullptr;
   }
-  check(cuda_, "cudaEventQuery", state);
-  comm_ = carrier_->nccl_comm();
-  ring_ = ring_ && comm_ != nullptr;
 }
 
 bool CudaEngine::register_arena(const Deadline& deadline) {

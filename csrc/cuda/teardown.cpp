@@ -105,7 +105,7 @@ void CudaEngine::abort(const std::string& reason) {
 void CudaEngine::release_window() {
   const std::lock_guard<std::mutex> lock(window_mutex_);
   if (window_ == nullptr || ever_captured_ || left_behind_ ||
-      !wait_quiet(Deadline(kDirectEnd))) {
+      carrier_->lost_nccl_comm() || !wait_quiet(Deadline(kDirectEnd))) {
     return;
   }
   if (direct_ != nullptr) {

@@ -14,7 +14,13 @@ namespace fusedpg::test {
 class FakeCarrier final : public cuda::Carrier {
  public:
   // Collective. For a rank on the device of its number.
-  FakeCarrier(int rank, int size, Store& store, const std::string& key) {
+  FakeCarrier(
+      int rank,
+      int size,
+      Store& store,
+      const std::string& key,
+      const std::atomic<bool>* lost)
+      : lost_(lost) {
     const cuda::DeviceScope scope(fake_gpu::gpu(), rank);
     fake::NcclUniqueId id;
     if (rank == 0) {
@@ -87,6 +93,9 @@ class FakeCarrier final : public cuda::Carrier {
   cuda::NcclComm nccl_comm() override {
     return comm_;
   }
+  bool lost_nccl_comm() const override {
+    return lost_ != nullptr && *lost_;
+  }
   void abort() override {
     if (!aborted_.exchange(true)) {
       fake_gpu::nccl().comm_abort(comm_);
@@ -109,6 +118,7 @@ class FakeCarrier final : public cuda::Carrier {
     }
   }
 
+  const std::atomic<bool>* const lost_;
   std::atomic<bool> aborted_{false};
   cuda::NcclComm comm_ = nullptr;
 };

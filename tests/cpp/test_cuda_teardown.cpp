@@ -321,6 +321,23 @@ TEST(cuda_teardown_start_with_half_a_window) {
   CHECK_EQ(hooks().now().bad_handles, 0u);
 }
 
+// torch's watchdog may have ended the communicator, so NCCL gets it no more.
+TEST(cuda_teardown_window_of_a_lost_communicator) {
+  const Clean clean;
+  std::atomic<bool> lost{false};
+  EngineWith with = with_arena();
+  with.lost = &lost;
+  on_threads(2, [&](int rank, Store& store) {
+    GpuRank r(rank, 2, store, with);
+    r.meet("made");
+    lost = true;
+    r.engine.abort("fused: enough");
+    r.engine.close();
+  });
+  CHECK_EQ(hooks().calls("ncclCommWindowDeregister"), 0u);
+  CHECK_EQ(hooks().now().bad_handles, 0u);
+}
+
 // A start that ends while a call of its own is inside NCCL: that may still write
 // to the arena.
 TEST(cuda_teardown_start_left_inside_nccl) {

@@ -492,6 +492,11 @@ def test_one_rank_cannot_start(what: str) -> None:
         workers.run(cuda_ranks.one_rank_cannot_start, what)
 
 
+def test_one_rank_cannot_connect() -> None:
+    with harness.Workers(2, timeout=60, **harness.fake_gpu() | {"options": {}}) as workers:
+        workers.run(cuda_ranks.one_rank_cannot_connect)
+
+
 def test_peer_dies_before_its_start() -> None:
     with harness.Workers(2, timeout=60, **harness.fake_gpu() | {"options": {}}) as workers:
         workers.start(cuda_ranks.peer_dies_before_its_start)

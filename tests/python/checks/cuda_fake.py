@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import os
 import threading
@@ -39,6 +40,7 @@ def with_communicator(context: Context) -> None:
     nccl = ctypes.CDLL(os.environ["FUSEDPG_NCCL_LIB"])
 
     class Delegate(Gloo):
+        @functools.cache  # noqa: B019 (_made keeps it anyway)
         def _comm_ptr(self) -> int:
             key, own, comm = "communicator", Id(), ctypes.c_void_p()
             if self.rank() == 0:

@@ -396,6 +396,38 @@ def one_rank_cannot_start(context: Context, what: str) -> None:
         ranks.call(Call("fused", 1))
         ranks.call(Call("all_reduce", 2, 2))
         ranks.check("afterwards")
+    all_have_heard(context)
+    ranks.close()
+
+
+def all_have_heard(context: Context) -> None:
+    """For who is about to leave: to the others that would be a cause, too."""
+    scratch = Path(context.scratch)
+    (scratch / f"heard{context.rank}").touch()
+    while not all((scratch / f"heard{rank}").exists() for rank in range(context.world_size)):
+        time.sleep(0.01)
+
+
+def one_rank_cannot_connect(context: Context) -> None:
+    """The others wait inside NCCL for it: they hear of it, and their communicator is lost."""
+    ranks = Ranks(context)
+    ranks.param, ranks.grad = ranks.tensors[PARAM], ranks.tensors[1]
+    if context.rank == 1:
+        ranks.fake.fail("ncclCommInitRankConfig", 2)
+    wanted = [
+        ["another rank has failed: rank 1: ", "has left a call inside NCCL"],
+        ["ncclCommInitRankConfig", "another rank has failed: rank 0: "],
+    ]
+    for text in wanted[context.rank]:
+        begin = time.monotonic()
+        try:
+            ranks.step(reduce="sum")
+        except RuntimeError as error:
+            assert text in str(error), error
+        else:
+            raise AssertionError("it has not failed")
+        assert time.monotonic() - begin < 12
+    all_have_heard(context)
     ranks.close()
 
 
