@@ -2,6 +2,7 @@
 
 #include <optional>
 
+#include <c10/core/DeviceGuard.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "c10d/errors.hpp"
@@ -221,8 +222,10 @@ void DelegateCarrier::all_to_all(
       });
 }
 
-// ProcessGroupNCCL's C++ header needs CUDA's: Python knows the method.
+// ProcessGroupNCCL's C++ header needs CUDA's: Python knows the method, which
+// gives that of torch's current device, or null.
 cuda::NcclComm DelegateCarrier::nccl_comm() {
+  const c10::DeviceGuard guard(streams_.device());
   const py::gil_scoped_acquire gil;
   const py::object delegate = py::cast(delegate_);
   if (!py::hasattr(delegate, "_comm_ptr")) {
