@@ -11,7 +11,7 @@ against a copy of as many bytes (bar: at least 90% of its bandwidth), eager torc
 time), torch's fused calls, and torch.compile. **step**:
 `fused_adamw_` at two ranks that share the device, against NCCL's all-reduce followed by torch's
 AdamW(fused=True), and against reduce-scatter, our update or torch's, and all-gather as three
-calls; where FUSEDPG_NCCL_LIB names a patched NCCL (patches/nccl/README.md), also in its ring.
+calls; where LD_PRELOAD names a patched NCCL (patches/nccl/README.md), also in its ring.
 
 Results are compared before anything is timed, and the program ends non-zero where they differ.
 Without a GPU it ends with 2.

@@ -212,6 +212,9 @@ class MappedWindow {
     args.signals =
         reinterpret_cast<DirectSignals*>(memory(rank) + arena_bytes_);
     args.stop = static_cast<const uint64_t*>(stop_.get());
+    args.nanoseconds = 60'000'000'000;
+    args.late = static_cast<uint64_t*>(stop_.get()); // which ends the others
+    args.sequence = 1;
     args.context = contexts_.at(static_cast<size_t>(rank));
   }
 

@@ -7,6 +7,7 @@
 
 #include "base/lock_within.hpp"
 #include "c10d/delegate.hpp"
+#include "c10d/delegate_carrier.hpp"
 #include "c10d/errors.hpp"
 #include "c10d/store_rendezvous.hpp"
 #include "c10d/work_cuda.hpp"
@@ -40,12 +41,18 @@ void check_not_held_back() {
 constexpr std::chrono::milliseconds kDelegateEnd{10000};
 
 // Calls what may hang inside NCCL on a thread that nobody waits for any longer
-// than that.
+// than that. The engine is kept until then: graphs may use its memory for as long
+// as NCCL's communicator lives.
 void end_within(
     std::chrono::milliseconds patience,
     const c10::intrusive_ptr<c10d::Backend>& delegate,
-    void (c10d::Backend::*end)()) {
-  std::packaged_task<void()> task([delegate, end] { ((*delegate).*end)(); });
+    void (c10d::Backend::*end)(),
+    std::shared_ptr<CudaEngine> engine) {
+  std::packaged_task<void()> task(
+      [delegate, end, engine = std::move(engine)]() mutable {
+        ((*delegate).*end)();
+        engine.reset(); // by its group, as a rule: this thread may end late
+      });
   std::future<void> ended = task.get_future();
   std::thread(std::move(task)).detach();
   if (ended.wait_for(patience) == std::future_status::ready) {
@@ -156,9 +163,19 @@ std::shared_ptr<CudaEngine> CudaGroup::engine_for(
           formatted("fusedpg-engine/{}", attempts_), store_));
   const auto made = translate([&] {
     try {
+      if (!left_behind_.empty()) {
+        fail(
+            ErrorKind::kSystem,
+            "fused: an earlier start of the CUDA engine has left a call inside "
+            "NCCL, which may use the group's communicator at any time; destroy "
+            "the group and make another one ({})",
+            left_behind_);
+      }
+      const cuda::CudaApi& cuda = cuda_api();
+      const cuda::NcclApi& nccl = cuda::load_nccl_api(settings_.nccl_lib);
       return std::make_shared<CudaEngine>(
-          cuda_api(),
-          cuda::load_nccl_api(settings_.nccl_lib),
+          cuda,
+          nccl,
           rank_,
           size_,
           streams.index(),
@@ -167,8 +184,14 @@ std::shared_ptr<CudaEngine> CudaGroup::engine_for(
           store,
           check_peers_,
           Deadline(timeout),
+          size_ == 1 ? nullptr
+                     : std::make_unique<DelegateCarrier>(
+                           delegate_locked(), streams, cuda),
           allocator(streams));
     } catch (const std::exception& error) {
+      if (dynamic_cast<const cuda::CallLeftBehind*>(&error) != nullptr) {
+        left_behind_ = one_line(error);
+      }
       const auto* known = dynamic_cast<const Error*>(&error);
       if (known == nullptr || known->kind() != ErrorKind::kInvalid) {
         ++attempts_;
@@ -185,10 +208,11 @@ std::shared_ptr<CudaEngine> CudaGroup::engine_for(
         version / 100 % 100,
         version % 100,
         made->nccl().path,
-        made->has_ring() ? "patched ring"
-            : made->nccl().has_ring()
-            ? "stock path (a patched ring is there, but not asked for)"
-            : "stock path",
+        made->has_ring()              ? "patched ring"
+            : made->nccl().has_ring() ? "stock path (a patched ring is there, "
+                                        "but not asked for, or torch "
+                                        "has loaded another NCCL)"
+                                      : "stock path",
         made->arena() != nullptr ? ", direct path over " : "",
         made->arena() != nullptr
             ? formatted("{} MiB of windows", made->arena_bytes() >> 20)
@@ -459,7 +483,7 @@ void CudaGroup::abort() {
     engine->abort(formatted("fused: the group was aborted on rank {}", rank_));
   }
   if (const auto delegate = made_delegate()) {
-    end_within(kDelegateEnd, delegate, &c10d::Backend::abort);
+    end_within(kDelegateEnd, delegate, &c10d::Backend::abort, engine());
   }
 }
 
@@ -471,16 +495,19 @@ void CudaGroup::shutdown(std::chrono::milliseconds timeout) {
     abort();
     return;
   }
-  if (const auto made = engine()) {
-    made->shutdown(deadline);
+  const auto engine = this->engine();
+  if (engine) {
+    engine->shutdown(deadline);
   }
   if (const auto made = made_delegate()) {
     // A shutdown of NCCL would wait for a peer that never comes.
-    const bool ended = order_.ended(deadline);
+    const bool ended = left_behind_.empty() && order_.ended(deadline) &&
+        !(engine && engine->failed());
     end_within(
         kDelegateEnd,
         made,
-        ended ? &c10d::Backend::shutdown : &c10d::Backend::abort);
+        ended ? &c10d::Backend::shutdown : &c10d::Backend::abort,
+        engine);
   }
   order_ = {};
 }

@@ -13,8 +13,8 @@
 namespace fusedpg {
 
 // What a group does with CUDA tensors. c10d's collectives go to torch's own
-// ProcessGroupNCCL; fused operations to the CUDA engine, whose communicator is
-// its own.
+// ProcessGroupNCCL, the delegate; fused operations to the CUDA engine, whose data
+// that moves, too.
 //
 // Everything of a group runs in the order of its calls: see CudaOrder.
 //
@@ -136,6 +136,8 @@ class CudaGroup {
   CudaOrder order_;
   // To make the engine. Where one rank fails all do, so they count alike.
   int attempts_ = 0;
+  // How one has left a call inside NCCL: there are no more attempts.
+  std::string left_behind_;
 
   std::mutex made_mutex_; // of these pointers; taken inside the others
   BackendPtr delegate_;

@@ -12,13 +12,14 @@
 
 namespace fusedpg {
 
-// The order of a group's calls on the GPU. Kernels of two communicators that
-// wait for their peers must never be in flight in different orders on two
-// ranks. So an ordinary collective, the delegate's, is called from a stream
-// that has waited for the fused operations so far, and a fused operation from
-// one that has waited for the ordinary collectives so far. Streams wait, never
-// the host, and the caller's stream only where a graph is captured: no other
-// stream is drawn into the capture then.
+// The order of a group's calls on the GPU. Kernels that wait for their peers must
+// never be in flight in different orders on two ranks, and the delegate's
+// asynchronous collectives have a stream of their own beside the engine's. So an
+// ordinary collective, the delegate's, is called from a stream that has waited for
+// the fused operations so far, and a fused operation from one that has waited for
+// the ordinary collectives so far. Streams wait, never the host, and the caller's
+// stream only where a graph is captured: no other stream is drawn into the capture
+// then.
 //
 // What one capture holds and what runs now have no order among themselves.
 //

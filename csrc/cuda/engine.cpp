@@ -2,10 +2,10 @@
 
 #include "cuda/engine.hpp"
 
-#include <algorithm>
-#include <cstring>
+#include <thread>
 
 #include "base/error.hpp"
+#include "cuda/run.hpp"
 #include "cuda/selector.hpp"
 
 namespace fusedpg::cuda {
@@ -14,25 +14,33 @@ namespace {
 using std::chrono::milliseconds;
 
 bool choose_ring(const NcclApi& nccl, const RingConfig& config) {
-  if (config.choice == NcclChoice::kPatched && !nccl.has_ring()) {
+  if (config.choice == NcclChoice::kPatched && !config.has_ring) {
     fail(
         ErrorKind::kSystem,
         "fused: nccl=\"patched\" (FUSEDPG_NCCL), but {}{}; see "
-        "patches/nccl/README.md, and FUSEDPG_NCCL_LIB to name another",
+        "patches/nccl/README.md",
         nccl.path,
-        nccl.ring_abi ? " was patched by another version of fusedpg"
-                      : " is not patched");
+        !nccl.has_ring() && nccl.ring_abi
+            ? " was patched by another version of fusedpg"
+            : !nccl.has_ring()
+            ? " is not patched"
+            : " is not the NCCL that torch has loaded, whose communicators it "
+              "cannot use: start the process with it in LD_PRELOAD");
   }
   return select_ring(config);
 }
 
 const char* const kSettingsKey = "cuda/settings/";
-const char* const kIdKey = "cuda/id";
 const char* const kMadeKey = "cuda/made/";
 const char* const kFirst = "its first fused operation";
-// Between looks at the store.
-constexpr milliseconds kFirstPause{1};
-constexpr milliseconds kLongestPause{50};
+// For the event of an agreement, which comes soon, and for one that does not.
+constexpr int kQuickLooks = 100;
+constexpr std::chrono::microseconds kAgreementPause{20};
+// A longer wait makes a rank look for other ranks' failures, which costs a
+// message to the store ...
+constexpr milliseconds kSuspicious{1000};
+// ... each time.
+constexpr milliseconds kBetweenLooks{100};
 
 } // namespace
 
@@ -47,6 +55,7 @@ CudaEngine::CudaEngine(
     std::shared_ptr<Rendezvous> store,
     CheckPeers check_peers,
     const Deadline& deadline,
+    std::unique_ptr<Carrier> carrier,
     Allocate allocate)
     : cuda_(cuda),
       nccl_(nccl),
@@ -59,32 +68,20 @@ CudaEngine::CudaEngine(
           size > 1 &&
           choose_ring(
               nccl,
-              {size, nccl.has_ring(), settings.nccl, spans_hosts})),
+              {size,
+               nccl.has_ring() && nccl.is_torchs,
+               settings.nccl,
+               spans_hosts})),
       store_(std::move(store)),
       check_peers_(std::move(check_peers)),
-      allocate_(allocate ? std::move(allocate) : [&cuda](size_t bytes, Stream) {
-        return allocate_device(cuda, bytes);
-      }) {
+      allocate_(
+          allocate ? std::move(allocate)
+                   : [&cuda](
+                         size_t bytes,
+                         Stream) { return allocate_device(cuda, bytes); }),
+      carrier_(std::move(carrier)) {
   check_outside_groups("the first fused operation of a group");
   const DeviceScope scope(cuda_, device_);
-  if (size_ > 1) {
-    compare_settings(deadline);
-    NcclUniqueId id;
-    if (rank_ == 0) {
-      id = Communicator::make_id(nccl_);
-      store_->set(kIdKey, std::string(id.internal, sizeof id.internal));
-    } else {
-      const std::string text = hear(kIdKey, 0, deadline, kFirst);
-      if (text.size() != sizeof id.internal) {
-        fail(ErrorKind::kSystem, "fused: the store holds no NCCL id");
-      }
-      std::memcpy(id.internal, text.data(), text.size());
-    }
-    comm_ = std::make_unique<Communicator>(
-        cuda_, nccl_, device_, id, rank_, size_, deadline, [this] {
-          look_at_peers("the start of the CUDA engine");
-        });
-  }
   compute_ = make_stream(cuda_);
   wire_stream_ = make_stream(cuda_);
   memory_stream_ = make_stream(cuda_);
@@ -107,17 +104,21 @@ CudaEngine::CudaEngine(
   flags_memory_ = allocate_host(cuda_, sizeof(Flags));
   flags_ = new (flags_memory_.get()) Flags;
   try {
-    spare_ = size_ > 1 ? make_slot(kAgreeBytes) : nullptr;
-    const std::string wrong = ring_ ? check_ring(deadline) : "";
-    meet(make_arena(deadline), wrong, deadline);
-  } catch (...) { // also what the store throws
-    if (comm_) {
-      comm_->abort(); // it may still be at work on the arena
+    allocate_arena();
+    // A rank that has failed so far has called nothing that others wait in.
+    if (size_ > 1) {
+      compare_settings(deadline);
     }
-    bury(true);
+    connect(deadline);
+    const std::string wrong = ring_ ? check_ring(deadline) : "";
+    meet(register_arena(deadline), wrong, deadline);
+  } catch (const std::exception& error) { // also what the store throws
+    left_behind_ = dynamic_cast<const CallLeftBehind*>(&error) != nullptr;
+    fail_engine(ErrorKind::kAborted, error.what());
+    close();
+    bury();
     throw;
   }
-  watchdog_ = std::thread([this] { watch(); });
 }
 
 // What would otherwise show as a hang.
@@ -131,7 +132,9 @@ void CudaEngine::compare_settings(const Deadline& deadline) {
       settings_.wide_half_sums ? "fp32" : "wire",
       settings_.cuda_multimem,
       nccl_.version,
-      ring_ ? " (patched ring)" : "",
+      ring_                 ? " (patched ring)"
+          : nccl_.is_torchs ? ""
+                            : " (not torch's)",
       cuda_.direct_nccl_version);
   const std::vector<std::string> all =
       tell_all(kSettingsKey, mine, deadline, "its first fused operation");
@@ -167,48 +170,8 @@ void CudaEngine::meet(
       without = p;
     }
   }
-  if (arena_ != nullptr && without) {
+  if (settings_.cuda_arena_bytes != 0 && without) {
     give_up_arena(*without);
-  }
-}
-
-std::vector<std::string> CudaEngine::tell_all(
-    const char* key,
-    const std::string& mine,
-    const Deadline& deadline,
-    const char* waiting) {
-  store_->set(formatted("{}{}", key, rank_), mine);
-  std::vector<std::string> all;
-  for (int p = 0; p < size_; ++p) {
-    all.push_back(hear(formatted("{}{}", key, p), p, deadline, waiting));
-  }
-  return all;
-}
-
-std::string CudaEngine::hear(
-    const std::string& key,
-    int rank,
-    const Deadline& deadline,
-    const char* waiting) {
-  for (milliseconds pause = kFirstPause;;
-       pause = std::min(2 * pause, kLongestPause)) {
-    const auto text = ask_within(kLongestPause, [key](Rendezvous& store) {
-      return store.has(key) ? '+' + store.get(key, Deadline(kLongestPause))
-                            : std::string();
-    });
-    if (text && !text->empty()) {
-      return text->substr(1);
-    }
-    look_at_peers(waiting);
-    if (deadline.expired()) {
-      fail(
-          ErrorKind::kTimeout,
-          "fused: rank {} has not come to {} on a GPU within {} ms",
-          rank,
-          waiting,
-          deadline.timeout().count());
-    }
-    std::this_thread::sleep_for(pause);
   }
 }
 
@@ -237,24 +200,23 @@ void CudaEngine::check_outside_groups(const std::string& what) const {
 
 void CudaEngine::check_failed() {
   if (failed()) {
-    std::lock_guard<std::mutex> lock(watch_mutex_);
+    std::lock_guard<std::mutex> lock(running_mutex_);
     throw Error(failure_kind_, failure_);
   }
 }
 
 ErrorKind CudaEngine::failure_kind() {
-  std::lock_guard<std::mutex> lock(watch_mutex_);
+  std::lock_guard<std::mutex> lock(running_mutex_);
   return failure_kind_;
 }
 
 CudaEngine::OperationPtr CudaEngine::submit(
-    const OpDescriptor& facts,
-    const std::string& details,
-    const Submission& submission,
-    const std::function<void(Operation&)>& body) {
+    const Task& task,
+    const Submission& submission) {
   std::lock_guard<std::mutex> lock(mutex_);
+  look();
   check_failed();
-  check_outside_groups(describe(facts));
+  check_outside_groups(describe(task.facts));
   const DeviceScope scope(cuda_, device_);
   const uint64_t capture = capture_of(submission.current);
   const uint64_t under_way = capture_of(compute_.get());
@@ -263,27 +225,32 @@ CudaEngine::OperationPtr CudaEngine::submit(
         ErrorKind::kInvalid,
         "fused: {} was called outside of the graph that is being captured with "
         "fused operations of this group; end the capture first",
-        describe(facts));
+        describe(task.facts));
   }
-  auto operation = std::make_shared<Operation>();
-  operation->set_facts(facts);
-  operation->sequence = ++sequence_;
-  operation->summary = describe(facts) + details;
+  auto operation = std::make_shared<Operation>(*this);
+  operation->set_facts(task.facts);
+  operation->sequence = sequence_ + 1;
+  operation->summary = describe(task.facts) + task.details();
   operation->deadline_ = Deadline(submission.timeout);
   operation->tensors_ = submission.tensors;
+  operation->captured_ = capture != 0;
+  if (operation->captured_) {
+    ever_captured_ = true;
+  }
+  Run run(*this, operation, task);
+  run.acquire(); // what throws here has begun nothing
+  if (carrier_) {
+    carrier_->set_watch([this, &operation] { watch(*operation); });
+  }
+  ++sequence_;
   try {
-    operation->captured_ = capture != 0;
-    if (operation->captured_) {
-      ever_captured_ = true;
-    }
     {
-      std::lock_guard<std::mutex> watch_lock(watch_mutex_);
+      std::lock_guard<std::mutex> running_lock(running_mutex_);
       if (!failed_) {
         in_flight_.push_back(operation);
       }
     }
     check_failed();
-    watch_changed_.notify_all();
     operation->end_ = make_event(cuda_);
     check(
         cuda_,
@@ -293,14 +260,11 @@ CudaEngine::OperationPtr CudaEngine::submit(
         cuda_,
         "cudaStreamWaitEvent",
         cuda_.stream_wait_event(compute_.get(), events_.begin.get()));
-    body(*operation);
+    run.enqueue();
     check(
         cuda_,
         "cudaEventRecord",
         cuda_.event_record(operation->end_.get(), compute_.get()));
-  } catch (const Refusal& refusal) {
-    give_up(operation, submission.current, refusal);
-    throw;
   } catch (const std::exception& error) {
     // What was enqueued ends there, on both streams, but a graph gets no more
     // of it.
@@ -328,7 +292,7 @@ CudaEngine::OperationPtr CudaEngine::submit(
   operation->enqueued_.store(true, std::memory_order_release);
   if (operation->captured_) {
     {
-      std::lock_guard<std::mutex> watch_lock(watch_mutex_);
+      std::lock_guard<std::mutex> running_lock(running_mutex_);
       std::erase(in_flight_, operation);
     }
     last_captured_ = operation;
@@ -340,23 +304,135 @@ CudaEngine::OperationPtr CudaEngine::submit(
   return operation;
 }
 
-// An operation that no rank has begun.
-void CudaEngine::give_up(
-    const OperationPtr& operation,
-    Stream current,
-    const Refusal& refusal) {
-  cuda_.event_record(operation->end_.get(), compute_.get());
-  if (operation->captured_) {
-    // A capture can end only when what it has forked has come back.
-    cuda_.stream_wait_event(current, operation->end_.get());
+CudaEngine::OperationPtr CudaEngine::fused_step(
+    const StepCall& call,
+    const Submission& submission) {
+  return submit(Task(call, size_), submission);
+}
+
+CudaEngine::OperationPtr CudaEngine::reduce_shards(
+    const ShardsCall& call,
+    const Submission& submission) {
+  return submit(Task(call, size_), submission);
+}
+
+void CudaEngine::await_agreement(const Operation& operation, Event event) {
+  for (int looks = 0;; ++looks) {
+    const int state = cuda_.event_query(event);
+    if (state == kSuccess) {
+      break;
+    }
+    if (state != kNotReady) {
+      check(cuda_, "cudaEventQuery", state);
+    }
+    watch(operation);
+    if (looks > kQuickLooks) {
+      std::this_thread::sleep_for(kAgreementPause);
+    }
   }
-  operation->enqueued_.store(true, std::memory_order_release);
-  {
-    const std::lock_guard<std::mutex> watch_lock(watch_mutex_);
-    std::erase(in_flight_, operation);
+  if (disagreed() == operation.sequence) {
+    fail_mismatch(operation.sequence, operation.facts(), operation.summary);
   }
-  operation->complete(std::make_exception_ptr(refusal));
-  operation->release_tensors();
+  check_failed();
+}
+
+void CudaEngine::watch(const Operation& operation) {
+  if (operation.deadline_.expired()) {
+    fail_timeout(operation);
+  } else if (suspicious(operation)) {
+    look_at_peers(operation.summary);
+  }
+  check_failed();
+}
+
+bool CudaEngine::suspicious(const Operation& operation) {
+  const auto now = Clock::now();
+  const std::lock_guard<std::mutex> lock(running_mutex_);
+  if (now < operation.begun_ + kSuspicious || now < next_look_) {
+    return false;
+  }
+  next_look_ = now + kBetweenLooks;
+  return true;
+}
+
+void CudaEngine::look() {
+  try {
+    look_at_operations();
+  } catch (const Error& error) {
+    fail_engine(error.kind(), error.what());
+  } catch (const std::exception& error) { // also what the store throws
+    fail_engine(ErrorKind::kSystem, formatted("fused: {}", error.what()));
+  }
+}
+
+void CudaEngine::look_at_operations() {
+  for (;;) {
+    OperationPtr first;
+    {
+      std::lock_guard<std::mutex> lock(running_mutex_);
+      if (in_flight_.empty()) {
+        return;
+      }
+      first = in_flight_.front();
+    }
+    // Before the flags, which an operation sets before it ends.
+    const bool ends = first->enqueued_.load(std::memory_order_acquire) &&
+        !first->captured_ && !first->broken_;
+    const int state = ends ? cuda_.event_query(first->end_.get()) : kNotReady;
+    const uint64_t sequence = disagreed();
+    // Not if the first one is only about to be completed.
+    const bool later = state == kSuccess && sequence > first->sequence;
+    if (sequence != 0 && !later) {
+      // Of what a graph holds, the facts are not known any more.
+      OpDescriptor facts;
+      std::string summary = first->summary;
+      {
+        std::lock_guard<std::mutex> lock(running_mutex_);
+        for (const OperationPtr& one : in_flight_) {
+          if (one->sequence == sequence) {
+            facts = one->facts();
+            summary = one->summary;
+          }
+        }
+      }
+      fail_mismatch(sequence, facts, summary);
+      return;
+    }
+    // The kernels of graphs have no deadline, so it is one of those in flight.
+    if (const uint64_t late = this->late();
+        late != 0 && !(state == kSuccess && late > first->sequence)) {
+      fail_timeout(*first);
+      return;
+    }
+    if (state != kSuccess && state != kNotReady) {
+      fail_engine(
+          ErrorKind::kSystem,
+          formatted(
+              "fused: {} (sequence {}) on rank {} of {}: CUDA error: {}",
+              first->summary,
+              first->sequence,
+              rank_,
+              size_,
+              cuda_.error_string(state)));
+      return;
+    }
+    if (state == kNotReady) {
+      if (ends && first->deadline_.expired()) {
+        fail_timeout(*first);
+      } else if (ends && suspicious(*first)) {
+        look_at_peers(first->summary);
+      }
+      return;
+    }
+    {
+      std::lock_guard<std::mutex> lock(running_mutex_);
+      if (in_flight_.empty() || in_flight_.front() != first) {
+        return; // another thread has looked, or the engine has failed
+      }
+      in_flight_.pop_front();
+    }
+    first->complete(nullptr);
+  }
 }
 
 void CudaEngine::wait(Operation& operation, Stream stream) {
@@ -406,6 +482,7 @@ void CudaEngine::drain(milliseconds timeout) {
 }
 
 bool CudaEngine::idle() {
+  look();
   const DeviceScope scope(cuda_, device_);
   std::lock_guard<std::mutex> lock(mutex_);
   return (!last_ || last_->is_completed()) && !capturing(compute_.get());

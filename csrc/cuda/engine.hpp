@@ -5,13 +5,12 @@
 #include <map>
 #include <optional>
 #include <set>
-#include <thread>
 
 #include "base/call.hpp"
 #include "base/options.hpp"
 #include "base/program_call.hpp"
 #include "base/rendezvous.hpp"
-#include "cuda/communicator.hpp"
+#include "cuda/carrier.hpp"
 #include "cuda/layout.hpp"
 #include "cuda/operation.hpp"
 
@@ -19,21 +18,20 @@ namespace fusedpg::cuda {
 
 class LoadedProgram;
 struct Task;
-struct Remains;
 
-// The CUDA engine of one rank of a group: fused operations on a communicator of
-// its own.
+// The CUDA engine of one rank of a group: fused operations, whose data a Carrier
+// moves.
 //
-// Operations are enqueued, never awaited, on two streams: `compute` runs our
-// kernels, `wire` NCCL's. An operation begins behind the stream it was called
-// on, and ends at an event that Operation holds. Operations of a group run in
-// the order of their calls.
+// Operations are enqueued on two streams: `compute` runs our kernels, `wire` the
+// carrier's. An operation begins behind the stream it was called on, and ends at
+// an event that Operation holds. Operations of a group run in the order of their
+// calls. None is awaited but the first one of its kind: sizes must fit before the
+// carrier may move anything, so that waits until all ranks have called the same.
 //
-// A watchdog thread looks for operations that have ended, deadlines, errors of
-// the communicator, disagreements between ranks and failures of other ranks,
-// also while an operation is still being enqueued: NCCL's calls may hang. A
-// failure aborts the communicator, so that no kernel waits for ever, and every
-// outstanding and later operation throws.
+// Calls, and whoever waits for an operation or asks about it, look for operations
+// that have ended, deadlines and disagreements between ranks. After a failure
+// every outstanding and later operation throws. Collectives that wait for a dead
+// rank are the carrier's: torch's watchdog ends the process.
 //
 // Thread-safe.
 class CudaEngine {
@@ -44,7 +42,8 @@ class CudaEngine {
 
   // Collective. `store` and `check_peers` are used until close(). Where one
   // rank throws and calls tell_failure(), all ranks throw; for another attempt
-  // the store must be empty.
+  // the store must be empty. There is none after a CallLeftBehind, which may use
+  // the carrier's communicator for ever.
   CudaEngine(
       const CudaApi& cuda,
       const NcclApi& nccl,
@@ -56,6 +55,7 @@ class CudaEngine {
       std::shared_ptr<Rendezvous> store,
       CheckPeers check_peers,
       const Deadline& deadline,
+      std::unique_ptr<Carrier> carrier, // null for one rank
       Allocate allocate = nullptr); // for device memory; null: from CUDA
   ~CudaEngine();
   CudaEngine(const CudaEngine&) = delete;
@@ -98,18 +98,23 @@ class CudaEngine {
   void drain(std::chrono::milliseconds timeout);
   // Whether everything enqueued so far has ended, as far as is known.
   bool idle();
+  // Completes operations that have ended; the engine fails if one has failed or
+  // its time is up, if ranks disagree, or if the store fails when it is asked
+  // about a long wait. Throws nothing: destructors call it.
+  void look();
 
   bool failed() const {
     return failed_.load(std::memory_order_acquire);
   }
   ErrorKind failure_kind();
   void abort(const std::string& reason);
-  // Waits for outstanding work, at most until the deadline; collective. Graphs
-  // may live on: what they use is kept until the last of them has gone.
+  // Waits for outstanding work, at most until the deadline. Graphs of its
+  // operations may be launched for as long as the engine lives.
   void shutdown(const Deadline& deadline);
-  // Ends the watchdog; operations still outstanding fail. Waits until the GPU
-  // is done with them; after ten seconds what they use is never freed.
-  void close();
+  static constexpr std::chrono::milliseconds kQuiet{10000};
+  // Operations still outstanding fail. Waits until the GPU is done with them;
+  // if it is not by then, what they use is never freed.
+  void close(std::chrono::milliseconds patience = kQuiet);
 
   // The arena that the GPUs of all ranks see, or null.
   void* arena() const {
@@ -138,7 +143,6 @@ class CudaEngine {
 
  private:
   friend class Run;
-  friend struct Remains;
 
   // Memory that both streams' work alternates between.
   struct Wire {
@@ -156,7 +160,6 @@ class CudaEngine {
   struct DeviceLayout {
     Layout layout;
     DeviceMemory memory; // null until an operation needs it
-    bool everywhere = false; // all ranks have it in memory
     const ShardPiece* pieces = nullptr;
     const Tile* tiles = nullptr;
     const uint32_t* tile_list = nullptr;
@@ -165,29 +168,49 @@ class CudaEngine {
     const uint32_t* piece_begin = nullptr;
   };
 
-  // What an operation needs before it is enqueued.
-  struct Needs {
-    DeviceLayout* layout = nullptr;
-    size_t grads = 0; // bytes
-    size_t params = 0;
-    size_t slot = 0;
-  };
-  // As much as all ranks are known to have.
-  struct Everywhere {
-    size_t grads = 0;
-    size_t params = 0;
-    size_t slot = 0; // one of these
-  };
-
-  // Blocks until an event of the operation of this number has come; throws if
-  // the engine has failed. For short waits.
-  void await(Event event, uint64_t sequence);
-
-  // --- step.cpp
-  OperationPtr submit(const Task& task, const Submission& submission);
-
   // --- engine.cpp
+  OperationPtr submit(const Task& task, const Submission& submission);
+  // Blocks until `event`, behind which all ranks are known to agree about the
+  // operation or not. Throws if they don't, or if the engine has failed.
+  void await_agreement(const Operation& operation, Event event);
+  // What a thread does now and then while it waits for other ranks in a call:
+  // throws if that is in vain, or if the operation's time is up.
+  void watch(const Operation& operation);
+  // Whether it takes so long that other ranks may be the cause; then again after
+  // a while.
+  bool suspicious(const Operation& operation);
   void meet(bool direct, const std::string& wrong, const Deadline& deadline);
+  void compare_settings(const Deadline& deadline);
+  void check_failed();
+  void check_outside_groups(const std::string& what) const;
+  // look(), which throws nothing that the store does.
+  void look_at_operations();
+
+  uint64_t disagreed() const {
+    return __atomic_load_n(&flags_->mismatch, __ATOMIC_ACQUIRE);
+  }
+
+  uint64_t late() const {
+    return __atomic_load_n(&flags_->late, __ATOMIC_ACQUIRE);
+  }
+
+  // --- teardown.cpp
+  void fail_engine(ErrorKind kind, const std::string& message);
+  void fail_timeout(const Operation& operation);
+  void fail_mismatch(
+      uint64_t sequence,
+      const OpDescriptor& facts,
+      const std::string& summary);
+  // Of the direct path, whose kernels may be in it until the GPU is quiet.
+  void release_window();
+  bool wait_quiet(const Deadline& deadline) const;
+  // Keeps for ever what kernels may use: one that writes to memory of somebody
+  // else is worse than a leak.
+  static void leak(std::shared_ptr<const void> what);
+  struct Remains;
+  void bury();
+
+  // --- peers.cpp
   // What all ranks say under a key, by rank. `waiting`: for what. Throws also
   // if another rank fails.
   std::vector<std::string> tell_all(
@@ -200,43 +223,13 @@ class CudaEngine {
       int rank,
       const Deadline& deadline,
       const char* waiting);
-  void compare_settings(const Deadline& deadline);
-  // Runs `body`, which enqueues one operation, under the engine's lock.
-  OperationPtr submit(
-      const OpDescriptor& facts,
-      const std::string& details,
-      const Submission& submission,
-      const std::function<void(Operation&)>& body);
-  void give_up(
-      const OperationPtr& operation,
-      Stream current,
-      const Refusal& refusal);
-  void check_failed();
-  void check_outside_groups(const std::string& what) const;
-
-  // --- teardown.cpp
-  void fail_engine(ErrorKind kind, const std::string& message);
-  // What lets go of the window when the operations have ended, if they do soon.
-  Communicator::Before release_window(std::deque<OperationPtr> running) const;
-  bool wait_quiet(const Deadline& deadline);
-  // Gives away all that kernels and graphs may still use, to be freed when they
-  // cannot any more.
-  void bury(bool quiet);
-
-  // --- watchdog.cpp
-  // Tells the other ranks of a failure that is this rank's own.
-  void publish(ErrorKind kind, const std::string& message) const;
-  void watch();
-  // One look at everything; returns how long to sleep.
-  std::chrono::milliseconds look();
   using Question = std::function<std::string(Rendezvous& store)>;
   // Of the store, by a thread of its own: its host may be stopped, and another
   // thread's wait may hold it. Nobody here may wait for that.
   static std::future<std::string> ask(
       const std::shared_ptr<Rendezvous>& store,
       Question question);
-  // The answer, or nothing if there is none yet, or to the question before.
-  // For the watchdog, and before that has begun.
+  // The answer, or nothing if there is none by then, or to the question before.
   std::optional<std::string> ask_within(
       std::chrono::milliseconds patience,
       Question question);
@@ -253,6 +246,15 @@ class CudaEngine {
       uint64_t sequence,
       const OpDescriptor& facts,
       const std::string& summary);
+  using NcclCall = std::function<NcclResult(NcclComm)>;
+  // Throws what NCCL says.
+  void call_nccl(const char* what, const NcclCall& call) const;
+  // The same on a thread of its own, for at most as long as the deadline and the
+  // other ranks live; then it throws a CallLeftBehind.
+  void call_nccl_within(
+      const char* what,
+      const Deadline& deadline,
+      const NcclCall& call);
 
   // Of the chunks of an operation.
   size_t chunk_bytes(size_t bytes) const;
@@ -268,23 +270,22 @@ class CudaEngine {
       const Deadline& deadline);
 
   // --- resources.cpp; at the start and the end
-  bool make_arena(const Deadline& deadline); // for the direct path
+  void connect(const Deadline& deadline);
+  void allocate_arena(); // for the direct path
+  bool register_arena(const Deadline& deadline); // false: there is none
   void give_up_arena(int without);
   DirectSignals* signals() const;
   void clear_signals();
   // under the lock
   DeviceMemory allocate(size_t bytes);
   std::shared_ptr<Slot> make_slot(size_t bytes);
-  std::shared_ptr<Slot> free_slot(size_t bytes); // null: none
   std::shared_ptr<Slot> take_slot(size_t bytes);
-  std::shared_ptr<Slot> await_slot(size_t bytes);
   DeviceLayout& layout_of(
       const std::vector<size_t>& counts,
       size_t max_block,
       size_t whole_from);
   void upload(DeviceLayout& layout);
   void reserve_wire(size_t grad_bytes, size_t param_bytes);
-  void drop_wire();
 
   const CudaApi& cuda_;
   const NcclApi& nccl_;
@@ -293,12 +294,13 @@ class CudaEngine {
   const int device_;
   const Settings settings_;
   const bool spans_hosts_;
-  const bool ring_;
+  bool ring_;
   const std::shared_ptr<Rendezvous> store_;
   const CheckPeers check_peers_;
   const Allocate allocate_;
 
-  std::unique_ptr<Communicator> comm_; // null for one rank
+  std::unique_ptr<Carrier> carrier_; // null for one rank
+  NcclComm comm_ = nullptr; // the carrier's, where NCCL itself is needed
   OwnedStream compute_;
   OwnedStream wire_stream_;
   OwnedStream memory_stream_; // never captured: of allocations
@@ -306,17 +308,17 @@ class CudaEngine {
   // What the host and running kernels tell each other.
   struct Flags {
     uint64_t mismatch = 0; // the operation that ranks disagree about
+    uint64_t late = 0; // the first one whose kernel has not met the others
     uint64_t stop = 0; // kernels must not wait for other ranks any more
   };
   HostMemory flags_memory_;
   Flags* flags_ = nullptr;
   void* arena_ = nullptr;
   size_t arena_bytes_ = 0; // for tensors; what the direct path needs follows
+  std::mutex window_mutex_; // of its end
   NcclWindow window_ = nullptr;
-  void* direct_ = nullptr;
-  // Whether both have been let go of.
-  const std::shared_ptr<std::atomic<bool>> released_ =
-      std::make_shared<std::atomic<bool>>(false);
+  std::atomic<void*> direct_{
+      nullptr}; // also read by calls that have yet to fail
 
   std::mutex mutex_; // of what enqueuing an operation uses
   uint64_t sequence_ = 0;
@@ -326,27 +328,29 @@ class CudaEngine {
   std::map<std::vector<size_t>, std::unique_ptr<DeviceLayout>> layouts_;
   std::vector<std::shared_ptr<Slot>> slots_;
   std::vector<std::shared_ptr<Slot>> captured_slots_; // graphs use them
-  std::shared_ptr<Slot> spare_; // to agree on memory without any more of it
-  Everywhere everywhere_;
+  // Of operations that all ranks are known to have called with these facts.
+  std::set<uint64_t> known_;
   // Whose kernels run, or are in graphs: a module must not go before them.
   std::set<std::shared_ptr<const LoadedProgram>> programs_;
   OperationPtr last_; // the latest operation that was not captured ...
   OperationPtr last_captured_; // ... and that was
 
-  std::mutex watch_mutex_; // of what follows
-  std::condition_variable watch_changed_;
+  std::mutex running_mutex_; // of what follows
   std::deque<OperationPtr> in_flight_; // the last may be being enqueued
   // That have failed, but whose kernels may still use their tensors.
   std::deque<OperationPtr> abandoned_;
-  bool stopping_ = false;
+  Clock::time_point next_look_; // at the other ranks
+  bool closed_ = false;
   std::atomic<bool> failed_{false};
   std::atomic<bool> finished_{false}; // well, by shutdown()
   bool quiet_ = false; // after close(): the GPU is done
+  bool left_behind_ = false; // a call of the start, in the communicator
   ErrorKind failure_kind_ = ErrorKind::kSystem;
   std::string failure_;
   std::atomic<const char*> last_path_{"none"};
-  std::future<std::string> asked_; // the watchdog's
-  std::thread watchdog_;
+
+  std::mutex asking_;
+  std::future<std::string> asked_;
 };
 
 } // namespace fusedpg::cuda

@@ -274,6 +274,11 @@ struct DirectArgs {
   // Host memory that the device reads: once it is not 0, kernels that wait for
   // other ranks end, whatever has been done by then.
   const uint64_t* stop;
+  // A kernel that has waited for so long ends, too, and tells the host: `late`
+  // receives `sequence`, unless it holds an earlier kernel's.
+  uint64_t nanoseconds;
+  uint64_t* late;
+  uint64_t sequence;
   void* context; // host: what direct_create() gave
 };
 

@@ -87,6 +87,8 @@ void* open_nccl(const std::string& path) {
 }
 
 NcclApi load_nccl(const std::string& path) {
+  // Before this loads one itself.
+  const void* torchs = dlopen("libnccl.so.2", RTLD_NOW | RTLD_NOLOAD);
   void* library = open_nccl(path);
   if (library == nullptr) {
     fail(
@@ -108,16 +110,7 @@ NcclApi load_nccl(const std::string& path) {
   };
   require(api.get_version, "ncclGetVersion");
   require(api.get_error_string, "ncclGetErrorString");
-  require(api.get_unique_id, "ncclGetUniqueId");
-  require(api.comm_init_rank_config, "ncclCommInitRankConfig");
   require(api.comm_get_async_error, "ncclCommGetAsyncError");
-  require(api.comm_finalize, "ncclCommFinalize");
-  require(api.comm_destroy, "ncclCommDestroy");
-  require(api.comm_abort, "ncclCommAbort");
-  require(api.all_reduce, "ncclAllReduce");
-  require(api.reduce_scatter, "ncclReduceScatter");
-  require(api.all_gather, "ncclAllGather");
-  require(api.all_to_all, "ncclAlltoAll");
   require(api.group_start, "ncclGroupStart");
   require(api.group_simulate_end, "ncclGroupSimulateEnd");
   require(api.mem_alloc, "ncclMemAlloc");
@@ -143,6 +136,11 @@ NcclApi load_nccl(const std::string& path) {
   if (dladdr(reinterpret_cast<void*>(api.get_version), &where) != 0) {
     api.path = where.dli_fname;
   }
+  // A torch for CUDA without a libnccl has one linked into it, which nobody else
+  // can call.
+  const bool linked_in = torchs == nullptr &&
+      dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_NOLOAD) != nullptr;
+  api.is_torchs = torchs == library || (torchs == nullptr && !linked_in);
   return api;
 }
 

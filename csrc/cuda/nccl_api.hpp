@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <string>
 
+#include "base/dtype.hpp"
+
 namespace fusedpg::cuda {
 
 // The part of NCCL's C ABI that we use (nccl.h of 2.28 and later), so that
@@ -11,10 +13,6 @@ namespace fusedpg::cuda {
 using NcclComm = void*;
 using NcclWindow = void*;
 using NcclStream = void*;
-
-struct NcclUniqueId {
-  char internal[128];
-};
 
 enum NcclResult : int {
   kNcclSuccess = 0,
@@ -40,27 +38,12 @@ enum NcclDataType : int {
   kNcclBfloat16 = 9,
 };
 
-enum NcclRedOp : int {
-  kNcclSum = 0,
-  kNcclProd = 1,
-  kNcclMax = 2,
-  kNcclMin = 3,
-  kNcclAvg = 4,
-};
-
-// ncclConfig_t as of 2.18: newer libraries take older, shorter structures.
-struct NcclConfig {
-  size_t size = sizeof(NcclConfig);
-  unsigned int magic = 0xcafebeef;
-  unsigned int version = 21800;
-  int blocking = 1;
-  int cga_cluster_size = kUndefined;
-  int min_ctas = kUndefined;
-  int max_ctas = kUndefined;
-  const char* net_name = nullptr;
-  int split_share = kUndefined;
-  static constexpr int kUndefined = INT32_MIN;
-};
+// Of what a ring takes.
+inline NcclDataType nccl_type(DType type) {
+  return type == DType::kFloat16 ? kNcclFloat16
+      : type == DType::kBFloat16 ? kNcclBfloat16
+                                 : kNcclFloat32;
+}
 
 // ncclSimInfo_t.
 struct NcclSimInfo {
@@ -74,52 +57,15 @@ struct NcclSimInfo {
 struct NcclApi {
   std::string path;
   int version = 0; // 22809 is 2.28.9
+  // Whether communicators of this process's torch are its own: torch has loaded
+  // it, or none.
+  bool is_torchs = false;
 
   NcclResult (*get_version)(int* version) = nullptr;
   const char* (*get_error_string)(NcclResult result) = nullptr;
   const char* (*get_last_error)(NcclComm comm) = nullptr;
-  NcclResult (*get_unique_id)(NcclUniqueId* id) = nullptr;
-  NcclResult (*comm_init_rank_config)(
-      NcclComm* comm,
-      int size,
-      NcclUniqueId id,
-      int rank,
-      NcclConfig* config) = nullptr;
   NcclResult (*comm_get_async_error)(NcclComm comm, NcclResult* error) =
       nullptr;
-  NcclResult (*comm_finalize)(NcclComm comm) = nullptr;
-  NcclResult (*comm_destroy)(NcclComm comm) = nullptr;
-  NcclResult (*comm_abort)(NcclComm comm) = nullptr;
-  NcclResult (*all_reduce)(
-      const void* src,
-      void* dst,
-      size_t count,
-      NcclDataType type,
-      NcclRedOp op,
-      NcclComm comm,
-      NcclStream stream) = nullptr;
-  NcclResult (*reduce_scatter)(
-      const void* src,
-      void* dst,
-      size_t count, // of a rank's result
-      NcclDataType type,
-      NcclRedOp op,
-      NcclComm comm,
-      NcclStream stream) = nullptr;
-  NcclResult (*all_gather)(
-      const void* src,
-      void* dst,
-      size_t count, // of a rank's part
-      NcclDataType type,
-      NcclComm comm,
-      NcclStream stream) = nullptr;
-  NcclResult (*all_to_all)(
-      const void* src,
-      void* dst, // another place
-      size_t count, // from each rank to each
-      NcclDataType type,
-      NcclComm comm,
-      NcclStream stream) = nullptr;
 
   NcclResult (*group_start)() = nullptr;
   NcclResult (*group_simulate_end)(NcclSimInfo* info) = nullptr;

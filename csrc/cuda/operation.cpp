@@ -1,6 +1,23 @@
 #include "cuda/operation.hpp"
 
+#include <thread>
+
+#include "cuda/engine.hpp"
+
 namespace fusedpg::cuda {
+namespace {
+
+// Between looks of who waits for an operation.
+constexpr std::chrono::microseconds kWaitPause{50};
+
+} // namespace
+
+bool Operation::is_completed() const {
+  if (!done_.load(std::memory_order_acquire)) {
+    engine_.look();
+  }
+  return done_.load(std::memory_order_acquire);
+}
 
 std::exception_ptr Operation::exception() const {
   std::lock_guard<std::mutex> lock(mutex_);
@@ -19,9 +36,13 @@ void Operation::set_facts(const OpDescriptor& facts) {
 
 bool Operation::wait_for(std::chrono::milliseconds timeout) const {
   const Deadline deadline(timeout);
-  std::unique_lock<std::mutex> lock(mutex_);
-  return changed_.wait_for(
-      lock, deadline.remaining(), [this] { return is_completed(); });
+  while (!is_completed()) {
+    if (deadline.expired()) {
+      return false;
+    }
+    std::this_thread::sleep_for(kWaitPause);
+  }
+  return true;
 }
 
 void Operation::release_tensors() {
@@ -36,13 +57,12 @@ void Operation::complete(std::exception_ptr error) {
     release_tensors();
   }
   std::lock_guard<std::mutex> lock(mutex_);
-  if (!is_completed()) {
+  if (!done_.load(std::memory_order_acquire)) {
     error_ = std::move(error);
     if (!error_) {
       slot_.reset();
     }
     done_.store(true, std::memory_order_release);
-    changed_.notify_all();
   }
 }
 

@@ -1,11 +1,10 @@
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "base/deadline.hpp"
@@ -21,12 +20,7 @@ struct Slot {
   size_t bytes = 0;
 };
 
-// There was no memory for an operation, of which no rank has done anything: the
-// engine works on.
-struct Refusal : Error {
-  explicit Refusal(const std::string& message)
-      : Error(ErrorKind::kOutOfMemory, message) {}
-};
+class CudaEngine;
 
 // One operation that has been enqueued. Complete when the GPU is done with it,
 // or when the engine has failed.
@@ -34,6 +28,8 @@ struct Refusal : Error {
 // Thread-safe.
 class Operation {
  public:
+  explicit Operation(CudaEngine& engine) : engine_(engine) {}
+
   uint64_t sequence = 0;
   std::string summary; // "fused_adamw_(float32, 120 elements), lr 0.1"
 
@@ -41,9 +37,8 @@ class Operation {
   OpDescriptor facts() const;
   void set_facts(const OpDescriptor& facts);
 
-  bool is_completed() const {
-    return done_.load(std::memory_order_acquire);
-  }
+  // Looks; until then, or until somebody else has looked, it is not.
+  bool is_completed() const;
   // The failure, or null.
   std::exception_ptr exception() const;
   // Blocks until it is complete; false when time is up.
@@ -58,8 +53,10 @@ class Operation {
 
   void complete(std::exception_ptr error);
 
+  CudaEngine& engine_; // until it is complete, which engines see to
   Deadline deadline_{std::chrono::milliseconds(0)};
   const Clock::time_point begun_ = Clock::now();
+  const std::thread::id caller_ = std::this_thread::get_id(); // enqueues it
   OwnedEvent end_;
   std::shared_ptr<Slot> slot_;
   bool captured_ = false; // into a graph; runs whenever that is launched
@@ -70,7 +67,6 @@ class Operation {
   bool broken_ = false;
   std::atomic<bool> done_{false};
   mutable std::mutex mutex_;
-  mutable std::condition_variable changed_;
   std::exception_ptr error_;
   OpDescriptor facts_;
   std::shared_ptr<void> tensors_;

@@ -144,13 +144,11 @@ CudaEngine::OperationPtr CudaEngine::fused_program(
   }
   Task task(call, size_);
   task.kernel = kernel.get();
-  return submit(
-      task.facts, task.details(), submission, [&](Operation& operation) {
-        if (kernel) {
-          programs_.insert(kernel);
-        }
-        Run(*this, operation, task).run();
-      });
+  if (kernel) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    programs_.insert(kernel);
+  }
+  return submit(task, submission);
 }
 
 } // namespace fusedpg::cuda

@@ -2,28 +2,26 @@
 
 #include <algorithm>
 #include <cstring>
-#include <thread>
 
 #include "base/error.hpp"
 #include "base/round_up.hpp"
-#include "cuda/run.hpp"
+#include "cuda/engine.hpp"
 
 namespace fusedpg::cuda {
 namespace {
 
 constexpr size_t kSlotAlignment = 1 << 16;
 constexpr size_t kMaxLayouts = 256;
-// For the watchdog to see that an operation has ended.
-constexpr std::chrono::milliseconds kGivesBack{500};
+constexpr std::chrono::milliseconds kConnectLook{500}; // at the other ranks
 constexpr size_t kArenaAlignment = 1 << 21;
 constexpr size_t kSignalBytes = kDirectBlocks * sizeof(DirectSignals);
 
 } // namespace
 
-bool CudaEngine::make_arena(const Deadline& deadline) {
-  if (settings_.cuda_arena_bytes == 0 || !comm_ ||
+void CudaEngine::allocate_arena() {
+  if (settings_.cuda_arena_bytes == 0 || size_ == 1 || !nccl_.is_torchs ||
       cuda_.direct_create == nullptr) {
-    return false;
+    return;
   }
   const size_t bytes = (settings_.cuda_arena_bytes + kArenaAlignment - 1) /
       kArenaAlignment * kArenaAlignment;
@@ -36,6 +34,38 @@ bool CudaEngine::make_arena(const Deadline& deadline) {
   }
   arena_bytes_ = bytes;
   clear_signals();
+}
+
+// No operation, captured or not, has to make the communicator then.
+void CudaEngine::connect(const Deadline& deadline) {
+  if (size_ == 1) {
+    return;
+  }
+  auto next_look = Clock::now() + kConnectLook;
+  carrier_->set_watch([&] {
+    if (deadline.expired()) {
+      fail(
+          ErrorKind::kTimeout,
+          "fused: the first collective of a group did not end within {} ms; is "
+          "every rank of the group alive?",
+          deadline.timeout().count());
+    }
+    if (Clock::now() > next_look) {
+      look_at_peers("the first collective of a group");
+      next_look = Clock::now() + kConnectLook;
+    }
+  });
+  carrier_->connect();
+  if (ring_ || arena_ != nullptr) {
+    comm_ = carrier_->nccl_comm();
+    ring_ = ring_ && comm_ != nullptr;
+  }
+}
+
+bool CudaEngine::register_arena(const Deadline& deadline) {
+  if (arena_ == nullptr || comm_ == nullptr) {
+    return false;
+  }
   // Calls that do not return in time may write there later.
   struct Made {
     NcclWindow window = nullptr;
@@ -43,19 +73,18 @@ bool CudaEngine::make_arena(const Deadline& deadline) {
     int usable = 0;
   };
   const auto made = std::make_shared<Made>();
-  comm_->call_within(
+  call_nccl_within(
       "ncclCommWindowRegister",
       deadline,
-      [made, &nccl = nccl_, arena = arena_, bytes](NcclComm comm) {
+      [made,
+       &nccl = nccl_,
+       arena = arena_,
+       bytes = arena_bytes_ + kSignalBytes](NcclComm comm) {
         return nccl.comm_window_register(
-            comm,
-            arena,
-            bytes + kSignalBytes,
-            &made->window,
-            kNcclWindowSymmetric);
+            comm, arena, bytes, &made->window, kNcclWindowSymmetric);
       });
   window_ = made->window;
-  comm_->call_within(
+  call_nccl_within(
       "ncclDevCommCreate",
       deadline,
       [made,
@@ -86,16 +115,19 @@ bool CudaEngine::make_arena(const Deadline& deadline) {
 }
 
 void CudaEngine::give_up_arena(int without) {
-  comm_->call("ncclCommWindowDeregister", [&](NcclComm comm) {
-    if (direct_ != nullptr) {
-      cuda_.direct_destroy(direct_, comm);
-    }
-    return window_ == nullptr ? kNcclSuccess
-                              : nccl_.comm_window_deregister(comm, window_);
-  });
+  if (direct_ != nullptr) {
+    cuda_.direct_destroy(direct_, comm_);
+  }
+  if (window_ != nullptr) {
+    call_nccl("ncclCommWindowDeregister", [&](NcclComm comm) {
+      return nccl_.comm_window_deregister(comm, window_);
+    });
+  }
   direct_ = nullptr;
   window_ = nullptr;
-  nccl_.mem_free(arena_);
+  if (arena_ != nullptr) {
+    nccl_.mem_free(arena_);
+  }
   arena_ = nullptr;
   arena_bytes_ = 0;
   static std::atomic<bool> told{false};
@@ -148,43 +180,15 @@ std::shared_ptr<Slot> CudaEngine::make_slot(size_t bytes) {
   return slot;
 }
 
-std::shared_ptr<Slot> CudaEngine::free_slot(size_t bytes) {
+std::shared_ptr<Slot> CudaEngine::take_slot(size_t bytes) {
   for (const auto& slot : slots_) {
     // Only the pool knows it: its operation has ended.
     if (slot.use_count() == 1 && slot->bytes >= bytes) {
       return slot;
     }
   }
-  return nullptr;
-}
-
-std::shared_ptr<Slot> CudaEngine::take_slot(size_t bytes) {
-  auto slot = free_slot(bytes);
-  if (!slot) {
-    slot = make_slot(bytes);
-    slots_.push_back(slot);
-  }
-  return slot;
-}
-
-// One that an earlier operation gives back.
-std::shared_ptr<Slot> CudaEngine::await_slot(size_t bytes) {
-  for (Deadline last(kGivesBack);;) {
-    if (auto slot = free_slot(bytes)) {
-      return slot;
-    }
-    check_failed();
-    {
-      const std::lock_guard<std::mutex> lock(watch_mutex_);
-      if (in_flight_.size() > 1) { // beside the one that waits
-        last = Deadline(kGivesBack);
-      }
-    }
-    if (last.expired()) {
-      fail_allocation(bytes, "nor does an earlier operation give any back");
-    }
-    std::this_thread::sleep_for(std::chrono::microseconds(100));
-  }
+  slots_.push_back(make_slot(bytes));
+  return slots_.back();
 }
 
 CudaEngine::DeviceLayout& CudaEngine::layout_of(
@@ -275,125 +279,6 @@ void CudaEngine::reserve_wire(size_t grad_bytes, size_t param_bytes) {
   };
   grow(wire_.grads, wire_.grad_bytes, grad_bytes);
   grow(wire_.params, wire_.param_bytes, param_bytes);
-}
-
-// Where other ranks have too little memory.
-void CudaEngine::drop_wire() {
-  everywhere_.grads = everywhere_.params = 0;
-  if (!ever_captured_) {
-    check(
-        cuda_,
-        "cudaStreamSynchronize",
-        cuda_.stream_synchronize(compute_.get()));
-    wire_ = Wire();
-  }
-}
-
-void CudaEngine::await(Event event, uint64_t sequence) {
-  // The watchdog sees what goes wrong.
-  for (int looks = 0;; ++looks) {
-    check_failed();
-    const int state = cuda_.event_query(event);
-    if (state == kSuccess) {
-      break;
-    }
-    if (state != kNotReady) {
-      check(cuda_, "cudaEventQuery", state);
-    }
-    if (looks > 100) {
-      std::this_thread::sleep_for(std::chrono::microseconds(20));
-    }
-  }
-  // Unless ranks disagree, which the operation has said before it ended.
-  while (__atomic_load_n(&flags_->mismatch, __ATOMIC_ACQUIRE) == sequence) {
-    check_failed();
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-  check_failed();
-}
-
-// --- what an operation needs -------------------------------------------------
-
-// Sizes are the same on all ranks, so all find alike whether it is more than
-// they have had so far, and then tell each other, behind earlier operations,
-// whether they have it now. Nobody waits for the others otherwise.
-void Run::acquire(const CudaEngine::Needs& needs) {
-  CudaEngine::Everywhere& everywhere = e_.everywhere_;
-  const bool captured = operation_.captured_;
-  const bool grows = (needs.layout && !needs.layout->everywhere) ||
-      needs.grads > everywhere.grads || needs.params > everywhere.params ||
-      needs.slot > everywhere.slot;
-  const bool asks = grows && !alone() && !captured;
-  std::string refused;
-  try {
-    if (needs.layout != nullptr) {
-      e_.upload(*needs.layout);
-    }
-    e_.reserve_wire(needs.grads, needs.params);
-    if (needs.slot != 0 && captured) {
-      e_.captured_slots_.push_back(e_.make_slot(needs.slot));
-      operation_.slot_ = e_.captured_slots_.back();
-    } else if (needs.slot != 0) {
-      operation_.slot_ = e_.take_slot(needs.slot);
-    }
-  } catch (const Error& error) {
-    if (error.kind() != ErrorKind::kOutOfMemory) {
-      throw;
-    }
-    refused = error.what();
-  }
-  if (!refused.empty() && !grows && !alone() && !captured) {
-    operation_.slot_ = e_.await_slot(needs.slot);
-    return;
-  }
-  if (asks && !all_have(refused.empty())) {
-    if (refused.empty()) {
-      refused =
-          "fused: another rank's GPU has no memory left for communication "
-          "buffers; make FUSEDPG_CUDA_CHUNK_BYTES smaller or free memory there";
-    }
-    e_.drop_wire();
-  }
-  if (!refused.empty()) {
-    throw Refusal(formatted(
-        "{} [{}, sequence {}, rank {}]; nothing was changed, and the group "
-        "works on",
-        refused,
-        operation_.summary,
-        operation_.sequence,
-        e_.rank_));
-  }
-  if (asks) {
-    everywhere.grads = std::max(everywhere.grads, needs.grads);
-    everywhere.params = std::max(everywhere.params, needs.params);
-    everywhere.slot = std::max(everywhere.slot, needs.slot);
-    if (needs.layout != nullptr) {
-      needs.layout->everywhere = true;
-    }
-  }
-}
-
-// The same exchange as before every operation, so that ranks which are in
-// another one are found to disagree.
-bool Run::all_have(bool has) {
-  const Slot& spare = *e_.spare_;
-  auto* lacking = static_cast<float*>(spare.host.get());
-  *lacking = has ? 0 : 1;
-  ProposeArgs propose{};
-  propose.agree = static_cast<uint8_t*>(spare.device.get());
-  propose.found_inf = lacking;
-  propose.hash = ~hash_of(operation_.facts());
-  exchange(propose);
-  PrepareArgs result{};
-  result.agree = propose.agree;
-  result.found_inf = lacking;
-  result.mismatch = &e_.flags_->mismatch;
-  result.sequence = operation_.sequence;
-  check("prepare", cuda_.prepare(&result, wire_));
-  const Event done = e_.events_.agreed.get();
-  check("cudaEventRecord", cuda_.event_record(done, wire_));
-  e_.await(done, operation_.sequence);
-  return *lacking == 0;
 }
 
 } // namespace fusedpg::cuda

@@ -203,20 +203,19 @@ bool CudaEngine::ring_works(
   const Stream stream = wire_stream_.get();
   // Not freed before kernels that may use it have ended.
   struct Keep {
-    Communicator& comm;
     const std::shared_ptr<RingProbe>& probe;
     bool ended = false;
     ~Keep() {
       if (!ended) {
-        comm.keep(probe);
+        leak(probe);
       }
     }
-  } keep{*comm_, probe};
+  } keep{probe};
   check(cuda_, "cudaMemcpyAsync", cuda_.copy(device, host, least, stream));
   const auto absent = std::make_shared<std::atomic<bool>>(false);
   const int how = (rule.lamb() ? 0 : kRingGathers) +
       (c.protocol == kNcclsChoice ? 0 : ring_by(c.protocol));
-  comm_->call_within(
+  call_nccl_within(
       "ncclFusedpgReduceScatterUpdate",
       deadline,
       [&nccl = nccl_, device, results_at, c, there, how, stream, absent](

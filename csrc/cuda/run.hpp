@@ -25,7 +25,9 @@ class Arrays {
 // One operation of the engine while it is enqueued.
 class Run {
  public:
-  Run(CudaEngine& engine, Operation& operation, const Task& task)
+  Run(CudaEngine& engine,
+      const CudaEngine::OperationPtr& operation,
+      const Task& task)
       : e_(engine),
         cuda_(engine.cuda_),
         operation_(operation),
@@ -41,7 +43,10 @@ class Run {
         path_(select_step_path(config_)),
         folds_(select_folds(config_, path_)) {}
 
-  void run();
+  // Takes the memory that the operation needs. Throws before anything has been
+  // enqueued; other ranks wait then until this one calls it again.
+  void acquire();
+  void enqueue();
 
  private:
   void check(const char* what, int error) const {
@@ -52,12 +57,8 @@ class Run {
     check("cudaEventRecord", cuda_.event_record(event.get(), from));
     check("cudaStreamWaitEvent", cuda_.stream_wait_event(to, event.get()));
   }
-  template <typename Call>
-  void nccl(const char* what, const Call& call) {
-    e_.comm_->call(what, call);
-  }
-  // Within the operation's slot.
-  void gather(size_t from, size_t to, size_t count, NcclDataType type);
+  // Of this slot's bytes, from all ranks.
+  void gather(size_t from, size_t to, size_t bytes);
   bool alone() const {
     return e_.size_ == 1;
   }
@@ -65,25 +66,13 @@ class Run {
   template <typename T>
   T* device(size_t offset) const {
     return reinterpret_cast<T*>(
-        static_cast<char*>(operation_.slot_->device.get()) + offset);
+        static_cast<char*>(operation_->slot_->device.get()) + offset);
   }
   template <typename T>
   T* host(size_t offset) const {
     return reinterpret_cast<T*>(
-        static_cast<char*>(operation_.slot_->host.get()) + offset);
+        static_cast<char*>(operation_->slot_->host.get()) + offset);
   }
-
-  // Takes the memory that the operation needs, its slot too, with the facts of
-  // the operation known. Throws Refusal, on all ranks, if one of them lacks it.
-  void acquire(const CudaEngine::Needs& needs);
-  // Asks whether all ranks have that memory; waits for the GPU.
-  bool all_have(bool has);
-
-  // Replaces this rank's proposal by the maximum of all ranks' proposals.
-  void exchange(const ProposeArgs& proposal);
-  // Tells the host if ranks disagree, as soon as the wire knows: they may hang
-  // in what they exchange next. `agree`: what all ranks have proposed.
-  void report_mismatch(size_t agree);
 
   enum class Middle { kUpdate, kMoments, kOutputs };
 
@@ -91,6 +80,9 @@ class Run {
   size_t lay_out_slot(); // its bytes
   void fill_slot();
   void agree();
+  // Tells the host if ranks disagree, as soon as the wire knows: they may hang
+  // in what they exchange next.
+  void report_mismatch();
   void prepare();
   double divisor() const {
     return task_.reduces && task_.reduction.mean && !weighted_ ? e_.size_ : 1;
@@ -140,7 +132,7 @@ class Run {
     return lamb_ ? 2 * pairs * sizeof(double) : 0;
   }
 
-  CudaEngine::Needs wire_needs() const;
+  void reserve_wire();
   // A single rank's gradients are its slices.
   bool in_place() const {
     return alone() && task_.updates && !weighted_ && !task_.widens;
@@ -166,7 +158,7 @@ class Run {
 
   CudaEngine& e_;
   const CudaApi& cuda_;
-  Operation& operation_;
+  const CudaEngine::OperationPtr operation_;
   const Stream compute_;
   const Stream wire_;
   const Task& task_;

@@ -49,13 +49,13 @@ size_t select_whole(const StepConfig& c, GpuPath path, bool packs) {
 //
 //   what the wire takes + n * call + c * fill
 //
-// `call`: the launches of a chunk's two NCCL calls and of its kernels, and the
+// `call`: the launches of a chunk's two collectives and of its kernels, and the
 // hops of both rings, in which the wire is not full. `fill`: packing the first
 // chunk and updating the last one, which no transfer hides. With n = bytes / c
 // the best c is sqrt(bytes * call / fill). The constants are assumed, from
 // H100s, not measured; an error of two in one of them costs 6 % of the sum.
 size_t select_chunk_bytes(const ChunkConfig& c) {
-  constexpr double kLaunches = 40e-6;
+  constexpr double kLaunches = 100e-6; // 35 for each of two calls of torch
   constexpr double kHop = 2e-6;
   constexpr double kHopBetweenHosts = 20e-6;
   constexpr double kFill = 3e-12; // a byte, moved 6 times at 2 TB/s

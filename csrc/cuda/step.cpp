@@ -14,31 +14,6 @@
 
 namespace fusedpg::cuda {
 
-NcclDataType nccl_type(DType type) {
-  switch (type) {
-    case DType::kFloat16:
-      return kNcclFloat16;
-    case DType::kBFloat16:
-      return kNcclBfloat16;
-    case DType::kFloat64:
-      return kNcclFloat64;
-    case DType::kInt32:
-      return kNcclInt32;
-    case DType::kInt64:
-      return kNcclInt64;
-    default:
-      return kNcclFloat32;
-  }
-}
-
-namespace {
-
-NcclRedOp nccl_op(RedOp op) {
-  return op == RedOp::kMin ? kNcclMin : op == RedOp::kMax ? kNcclMax : kNcclSum;
-}
-
-} // namespace
-
 StepConfig Run::step_config() const {
   bool in_arena = e_.direct_ != nullptr;
   for (size_t t = 0; t < n_ && in_arena; ++t) {
@@ -63,7 +38,7 @@ StepConfig Run::step_config() const {
       e_.settings_.wide_half_sums};
 }
 
-void Run::run() {
+void Run::acquire() {
   const size_t element =
       std::max(dtype_size(task_.grad_type), dtype_size(task_.param_type));
   const size_t elements =
@@ -77,13 +52,47 @@ void Run::run() {
       &e_.layout_of(task_.counts, block, select_whole(config_, path_, packs));
   OpDescriptor facts = task_.facts;
   facts.path = path_;
-  operation_.set_facts(facts);
-  e_.last_path_ = gpu_path_name(facts.path);
-  CudaEngine::Needs needs =
-      path_ == GpuPath::kDirect ? CudaEngine::Needs() : wire_needs();
-  needs.layout = layout_;
-  needs.slot = lay_out_slot();
-  acquire(needs);
+  operation_->set_facts(facts);
+  try {
+    e_.upload(*layout_);
+    if (path_ != GpuPath::kDirect) {
+      reserve_wire();
+    }
+    const size_t bytes = lay_out_slot();
+    if (operation_->captured_) {
+      e_.captured_slots_.push_back(e_.make_slot(bytes));
+      operation_->slot_ = e_.captured_slots_.back();
+    } else {
+      operation_->slot_ = e_.take_slot(bytes);
+    }
+  } catch (const Error& error) {
+    fail(
+        error.kind(),
+        "{} [{}, sequence {}, rank {}]; nothing was changed, and the group "
+        "works on",
+        error.what(),
+        operation_->summary,
+        operation_->sequence,
+        e_.rank_);
+  }
+}
+
+void Run::reserve_wire() {
+  const size_t all = layout_->layout.max_block * static_cast<size_t>(e_.size_);
+  size_t results = 0; // bytes of an element
+  for (const DType type : task_.results) {
+    results += dtype_size(type);
+  }
+  size_t grads = 0;
+  if (task_.reduces && !in_place()) {
+    // What is folded is received behind what is sent.
+    grads = (folds_ ? 2 : 1) * all * dtype_size(task_.grad_type);
+  }
+  e_.reserve_wire(grads, alone() ? 0 : all * results);
+}
+
+void Run::enqueue() {
+  e_.last_path_ = gpu_path_name(path_);
   fill_slot();
   agree();
   if (path_ == GpuPath::kDirect) {
@@ -170,9 +179,10 @@ void Run::agree() {
   propose.agree = device<uint8_t>(agree_);
   propose.used = task_.used;
   propose.found_inf = task_.found_inf;
-  propose.hash = hash_of(operation_.facts());
+  const OpDescriptor facts = operation_->facts();
+  propose.hash = hash_of(facts);
   propose.tensors = static_cast<uint32_t>(n_);
-  exchange(propose);
+  check("propose", cuda_.propose(&propose, compute_));
   if (alone()) {
     if (weighted_) {
       check(
@@ -185,48 +195,40 @@ void Run::agree() {
     }
     return;
   }
-  if (weighted_ || path_ == GpuPath::kDirect) {
-    report_mismatch(agree_);
+  order(compute_, e_.events_.proposed, wire_);
+  e_.carrier_->maximum(propose.agree, kAgreeBytes, wire_);
+  OpDescriptor kind = facts;
+  kind.value_hash = 0;
+  const bool unknown = !operation_->captured_ &&
+      (e_.known_.count(hash_of(kind)) == 0 || e_.carrier_->waits_on_host());
+  if (unknown || weighted_ || path_ == GpuPath::kDirect) {
+    report_mismatch();
+  }
+  if (unknown) {
+    const Event agreed = e_.events_.agreed.get();
+    check("cudaEventRecord", cuda_.event_record(agreed, wire_));
+    e_.await_agreement(*operation_, agreed);
+    e_.known_.insert(hash_of(kind));
   }
   if (weighted_) {
-    gather(weight_, weights_, 1, kNcclFloat64);
+    gather(weight_, weights_, sizeof(double));
   }
   if (path_ == GpuPath::kDirect) {
-    gather(offsets_, all_offsets_, 2 * n_, kNcclUint64);
+    gather(offsets_, all_offsets_, 2 * n_ * sizeof(uint64_t));
   }
   check("cudaEventRecord", cuda_.event_record(e_.events_.agreed.get(), wire_));
 }
 
-void Run::exchange(const ProposeArgs& proposal) {
-  check("propose", cuda_.propose(&proposal, compute_));
-  if (!alone()) {
-    order(compute_, e_.events_.proposed, wire_);
-    nccl("ncclAllReduce", [&](NcclComm comm) {
-      return e_.nccl_.all_reduce(
-          proposal.agree,
-          proposal.agree,
-          kAgreeBytes,
-          kNcclUint8,
-          kNcclMax,
-          comm,
-          wire_);
-    });
-  }
-}
-
-void Run::report_mismatch(size_t agree) {
+void Run::report_mismatch() {
   PrepareArgs p{};
-  p.agree = device<uint8_t>(agree);
+  p.agree = device<uint8_t>(agree_);
   p.mismatch = &e_.flags_->mismatch;
-  p.sequence = operation_.sequence;
+  p.sequence = operation_->sequence;
   check("prepare", cuda_.prepare(&p, wire_));
 }
 
-void Run::gather(size_t from, size_t to, size_t count, NcclDataType type) {
-  nccl("ncclAllGather", [&](NcclComm comm) {
-    return e_.nccl_.all_gather(
-        device<char>(from), device<char>(to), count, type, comm, wire_);
-  });
+void Run::gather(size_t from, size_t to, size_t bytes) {
+  e_.carrier_->all_gather(device<char>(from), device<char>(to), bytes, wire_);
 }
 
 // Once, before the first kernel that needs to know what was agreed.
@@ -254,7 +256,7 @@ void Run::prepare() {
   p.used = task_.used;
   p.found_inf = task_.found_inf;
   p.mismatch = &e_.flags_->mismatch;
-  p.sequence = operation_.sequence;
+  p.sequence = operation_->sequence;
   p.num_tensors = static_cast<uint32_t>(n_);
   p.size = e_.size_;
   check("prepare", cuda_.prepare(&p, compute_));
@@ -271,21 +273,6 @@ Chunk Run::chunk(size_t t) const {
       e_.size_,
       0,
       c.block};
-}
-
-CudaEngine::Needs Run::wire_needs() const {
-  const size_t all = layout_->layout.max_block * static_cast<size_t>(e_.size_);
-  size_t results = 0; // bytes of an element
-  for (const DType type : task_.results) {
-    results += dtype_size(type);
-  }
-  CudaEngine::Needs needs;
-  if (task_.reduces && !in_place()) {
-    // What is folded is received behind what is sent.
-    needs.grads = (folds_ ? 2 : 1) * all * dtype_size(task_.grad_type);
-  }
-  needs.params = alone() ? 0 : all * results;
-  return needs;
 }
 
 void Run::pass(bool reduces, Middle middle, bool gathers) {
@@ -351,22 +338,17 @@ void Run::reduce_scatter(size_t t) {
   const void* from = c.whole ? task_.tensors[c.tensor].grad
                              : static_cast<const void*>(grad_block(t, 0));
   if (folds_) {
-    nccl("ncclAlltoAll", [&](NcclComm comm) {
-      return e_.nccl_.all_to_all(
-          from, received(t), c.block, nccl_type(task_.grad_type), comm, wire_);
-    });
+    e_.carrier_->all_to_all(
+        from, received(t), c.block * dtype_size(task_.grad_type), wire_);
     return;
   }
-  nccl("ncclReduceScatter", [&](NcclComm comm) {
-    return e_.nccl_.reduce_scatter(
-        from,
-        grad_block(t, e_.rank_),
-        c.block,
-        nccl_type(task_.grad_type),
-        nccl_op(task_.red_op),
-        comm,
-        wire_);
-  });
+  e_.carrier_->reduce_scatter(
+      from,
+      grad_block(t, e_.rank_),
+      c.block,
+      task_.grad_type,
+      task_.red_op,
+      wire_);
 }
 
 UpdateArgs Run::update_args(size_t t, bool reduced_here) const {
@@ -421,16 +403,11 @@ void Run::work_on(size_t t, Middle middle, bool reduced_here) {
 
 void Run::all_gather(size_t t) {
   for (size_t k = 0; k < task_.results.size(); ++k) {
-    const DType type = task_.results[k];
-    nccl("ncclAllGather", [&](NcclComm comm) {
-      return e_.nccl_.all_gather(
-          param_block(t, e_.rank_, k),
-          param_block(t, 0, k),
-          chunks()[t].block,
-          nccl_type(type),
-          comm,
-          wire_);
-    });
+    e_.carrier_->all_gather(
+        param_block(t, e_.rank_, k),
+        param_block(t, 0, k),
+        chunks()[t].block * dtype_size(task_.results[k]),
+        wire_);
   }
 }
 
@@ -445,27 +422,6 @@ void Run::unpack(size_t t) {
     args.divisor = 1;
     check("unpack", cuda_.unpack(&args, compute_));
   }
-}
-
-CudaEngine::OperationPtr CudaEngine::submit(
-    const Task& task,
-    const Submission& submission) {
-  return submit(
-      task.facts, task.details(), submission, [&](Operation& operation) {
-        Run(*this, operation, task).run();
-      });
-}
-
-CudaEngine::OperationPtr CudaEngine::fused_step(
-    const StepCall& call,
-    const Submission& submission) {
-  return submit(Task(call, size_), submission);
-}
-
-CudaEngine::OperationPtr CudaEngine::reduce_shards(
-    const ShardsCall& call,
-    const Submission& submission) {
-  return submit(Task(call, size_), submission);
 }
 
 } // namespace fusedpg::cuda

@@ -4,6 +4,12 @@
 #include "cuda/run.hpp"
 
 namespace fusedpg::cuda {
+namespace {
+
+// In nanoseconds; added to a GPU's clock it is still a number of 64 bits.
+constexpr uint64_t kForever = UINT64_MAX / 4;
+
+} // namespace
 
 void Run::exchange_norms() {
   const bool ring = path_ == GpuPath::kRing;
@@ -17,7 +23,7 @@ void Run::exchange_norms() {
   check("add_sums", cuda_.add_sums(&sum, compute_));
   if (!alone()) {
     order(compute_, e_.events_.summed, wire_);
-    gather(sums_, all_sums_, 2 * n_, kNcclFloat64);
+    gather(sums_, all_sums_, 2 * n_ * sizeof(double));
     order(wire_, e_.events_.gathered_sums, compute_);
   }
   TrustArgs trust{};
@@ -46,6 +52,14 @@ void Run::run_direct() {
   args.num_tensors = static_cast<uint32_t>(n_);
   args.signals = e_.signals();
   args.stop = &e_.flags_->stop;
+  // The call's deadline says nothing about when a graph is replayed.
+  args.nanoseconds = operation_->captured_
+      ? kForever
+      : static_cast<uint64_t>(
+            std::chrono::nanoseconds(operation_->deadline_.remaining())
+                .count());
+  args.late = &e_.flags_->late;
+  args.sequence = operation_->sequence;
   args.context = e_.direct_;
   check("direct_step", cuda_.direct_step(&args, compute_));
 }
@@ -103,7 +117,7 @@ void Run::run_ring() {
 }
 
 void Run::ring(size_t t) {
-  nccl("ncclFusedpgReduceScatterUpdate", [&](NcclComm comm) {
+  e_.call_nccl("ncclFusedpgReduceScatterUpdate", [&](NcclComm comm) {
     return e_.nccl_.reduce_scatter_update(
         grad_block(t, 0),
         param_block(t, 0),

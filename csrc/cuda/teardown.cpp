@@ -1,6 +1,7 @@
 // The end of the CUDA engine, be it well or by a failure. Nothing here waits
-// without a deadline: NCCL and the GPU may never come to an end.
+// without a deadline: the GPU may never come to an end.
 
+#include <algorithm>
 #include <thread>
 
 #include "base/error.hpp"
@@ -15,58 +16,16 @@ using std::chrono::milliseconds;
 // For kernels of the direct path, which end by themselves once they are told to
 // stop, unless they have yet to begin: then they use no window.
 constexpr milliseconds kDirectEnd{1000};
-// For the GPU to come to an end, and for NCCL.
-constexpr milliseconds kQuiet{10000};
-constexpr milliseconds kEnd{5000};
-// NCCL ends no communicator before its graphs, which may live for ever.
-constexpr milliseconds kEndWithGraphs{200};
+constexpr milliseconds kEnd{5000}; // for a caller
+// Since when the end of a communicator unmaps its windows.
+constexpr int kUnmapsWindows = 22907;
 
 } // namespace
-
-// What kernels and graphs may use after the engine has gone.
-struct Remains {
-  Remains(
-      const CudaApi& cuda,
-      const NcclApi& nccl,
-      std::shared_ptr<std::atomic<bool>> released)
-      : cuda(cuda),
-        nccl(nccl),
-        released(std::move(released)) {}
-  Remains(const Remains&) = delete;
-  ~Remains() {
-    if (direct != nullptr && !*released) {
-      cuda.direct_destroy(direct, nullptr);
-    }
-    if (arena != nullptr) {
-      nccl.mem_free(arena);
-    }
-  }
-
-  const CudaApi& cuda;
-  const NcclApi& nccl;
-  const std::shared_ptr<std::atomic<bool>> released;
-  void* direct = nullptr;
-  void* arena = nullptr;
-  OwnedStream memory_stream; // outlives the memory
-  CudaEngine::Wire wire;
-  std::vector<DeviceMemory> retired;
-  std::map<std::vector<size_t>, std::unique_ptr<CudaEngine::DeviceLayout>>
-      layouts;
-  std::vector<std::shared_ptr<Slot>> slots;
-  std::vector<std::shared_ptr<Slot>> captured_slots;
-  std::shared_ptr<Slot> spare;
-  std::set<std::shared_ptr<const LoadedProgram>> programs;
-  std::deque<CudaEngine::OperationPtr> abandoned;
-  HostMemory flags;
-  CudaEngine::Events events;
-  OwnedStream compute;
-  OwnedStream wire_stream;
-};
 
 void CudaEngine::fail_engine(ErrorKind kind, const std::string& message) {
   std::deque<OperationPtr> outstanding;
   {
-    std::lock_guard<std::mutex> lock(watch_mutex_);
+    std::lock_guard<std::mutex> lock(running_mutex_);
     if (failed_) {
       return;
     }
@@ -80,54 +39,81 @@ void CudaEngine::fail_engine(ErrorKind kind, const std::string& message) {
   // a good end there are only those of graphs, which go on.
   if (!finished_) {
     __atomic_store_n(&flags_->stop, 1, __ATOMIC_RELEASE);
-    if (comm_) {
-      comm_->abort(release_window(outstanding));
+    // Another thread may be about to launch a kernel that uses the window, or be
+    // inside the carrier, with its communicator.
+    const bool entered = std::any_of(
+        outstanding.begin(), outstanding.end(), [](const OperationPtr& one) {
+          return !one->enqueued_.load(std::memory_order_acquire) &&
+              one->caller_ != std::this_thread::get_id();
+        });
+    if (!entered) {
+      release_window();
+    }
+    if (carrier_) {
+      carrier_->abort();
     }
   }
   const auto error = std::make_exception_ptr(Error(kind, message));
   for (const OperationPtr& operation : outstanding) {
     operation->complete(error);
   }
-  publish(kind, message);
+  // Of one failure all ranks hear from the rank that had it.
+  if (size_ > 1 && kind != ErrorKind::kAborted &&
+      kind != ErrorKind::kPeerFailed) {
+    tell_failure(store_, rank_, message);
+  }
+}
+
+void CudaEngine::fail_timeout(const Operation& operation) {
+  fail_engine(
+      ErrorKind::kTimeout,
+      formatted(
+          "fused: {} (sequence {}) on rank {} of {} did not finish within {} "
+          "ms. Where ranks are: {}",
+          operation.summary,
+          operation.sequence,
+          rank_,
+          size_,
+          operation.deadline_.timeout().count(),
+          tell_ranks(operation.sequence, operation.facts(), operation.summary)
+              .all));
+}
+
+void CudaEngine::fail_mismatch(
+    uint64_t sequence,
+    const OpDescriptor& facts,
+    const std::string& summary) {
+  const Said said = tell_ranks(sequence, facts, summary);
+  fail_engine(
+      ErrorKind::kMismatch,
+      formatted(
+          "fused: ranks disagree about operation {} of the group{}; {}. "
+          "Every rank must call the same operations in the same order "
+          "with the same sizes, types and hyperparameters",
+          sequence,
+          said.difference,
+          said.all));
 }
 
 void CudaEngine::abort(const std::string& reason) {
   fail_engine(ErrorKind::kAborted, reason);
 }
 
-// Runs on a thread that may outlive the engine. NCCL unmaps the window when it
-// aborts, so kernels that are using it come first; and before 2.29.7 it leaves
-// mapped for ever what was not deregistered, so we do that where nothing can be
-// using it. Graphs may be using it.
-Communicator::Before CudaEngine::release_window(
-    std::deque<OperationPtr> running) const {
-  if (window_ == nullptr) {
-    return nullptr;
+// Before whoever owns the communicator ends it: NCCL unmaps the window then,
+// whatever kernels are doing, and before 2.29.7 it leaves mapped for ever what
+// was not deregistered. Graphs may be using it.
+void CudaEngine::release_window() {
+  const std::lock_guard<std::mutex> lock(window_mutex_);
+  if (window_ == nullptr || ever_captured_ || left_behind_ ||
+      carrier_->lost_nccl_comm() || !wait_quiet(Deadline(kDirectEnd))) {
+    return;
   }
-  return [&cuda = cuda_,
-          &nccl = nccl_,
-          window = window_,
-          direct = direct_,
-          released = released_,
-          graphs = ever_captured_.load(),
-          running = std::move(running)](NcclComm comm) {
-    const Deadline deadline(kDirectEnd);
-    for (const OperationPtr& one : running) {
-      while (!one->enqueued_.load(std::memory_order_acquire) ||
-             (one->end_ && !one->captured_ &&
-              cuda.event_query(one->end_.get()) == kNotReady)) {
-        if (deadline.expired()) {
-          return;
-        }
-        std::this_thread::sleep_for(milliseconds(1));
-      }
-    }
-    if (!graphs) {
-      cuda.direct_destroy(direct, comm);
-      nccl.comm_window_deregister(comm, window);
-      *released = true;
-    }
-  };
+  if (direct_ != nullptr) {
+    cuda_.direct_destroy(direct_, comm_);
+  }
+  nccl_.comm_window_deregister(comm_, window_);
+  direct_ = nullptr;
+  window_ = nullptr;
 }
 
 void CudaEngine::shutdown(const Deadline& deadline) {
@@ -135,7 +121,7 @@ void CudaEngine::shutdown(const Deadline& deadline) {
   {
     std::unique_lock<std::mutex> lock(mutex_, std::defer_lock);
     if (!lock_within(lock, deadline)) {
-      // Its caller hangs inside NCCL.
+      // Its caller waits for other ranks.
       fail_engine(
           ErrorKind::kAborted,
           formatted(
@@ -149,7 +135,7 @@ void CudaEngine::shutdown(const Deadline& deadline) {
   const bool ended = !last ||
       last->wait_for(
           std::chrono::duration_cast<milliseconds>(deadline.remaining()));
-  if (failed() || !comm_) {
+  if (failed()) {
     return;
   }
   if (!ended) {
@@ -162,61 +148,55 @@ void CudaEngine::shutdown(const Deadline& deadline) {
     return;
   }
   finished_ = true;
-  comm_->finish(release_window({}));
-  comm_->ended(ever_captured_ ? Deadline(kEndWithGraphs) : deadline);
+  release_window();
 }
 
-bool CudaEngine::wait_quiet(const Deadline& deadline) {
-  const std::pair<const OwnedStream&, const OwnedEvent&> streams[] = {
-      {wire_stream_, events_.agreed}, {compute_, events_.proposed}};
-  for (const auto& [stream, event] : streams) {
-    uint64_t capture = 0;
-    if (cuda_.stream_capture(stream.get(), &capture) == kSuccess &&
-        capture != 0) {
-      return false;
-    }
-    if (cuda_.event_record(event.get(), stream.get()) != kSuccess) {
-      continue; // nothing runs on a GPU that has failed
-    }
-    while (cuda_.event_query(event.get()) == kNotReady) {
-      if (deadline.expired()) {
-        return false;
-      }
-      std::this_thread::sleep_for(std::chrono::microseconds(100));
-    }
-  }
-  return true;
-}
-
-void CudaEngine::close() {
-  {
-    std::lock_guard<std::mutex> lock(watch_mutex_);
-    if (stopping_) {
-      return;
-    }
-    stopping_ = true;
-  }
-  watch_changed_.notify_all();
-  watchdog_.join();
-  fail_engine(
-      ErrorKind::kAborted,
-      formatted("fused: the group was destroyed on rank {}", rank_));
-  // Kernels of an aborted communicator end by themselves.
+bool CudaEngine::wait_quiet(const Deadline& deadline) const {
   int before = 0;
   cuda_.get_device(&before);
   cuda_.set_device(device_);
-  quiet_ = wait_quiet(Deadline(kQuiet));
-  cuda_.set_device(before);
-  if (comm_) {
-    comm_->ended(Deadline(ever_captured_ ? kEndWithGraphs : kEnd));
+  bool quiet = true;
+  for (const OwnedStream* stream : {&wire_stream_, &compute_}) {
+    uint64_t capture = 0;
+    if (cuda_.stream_capture(stream->get(), &capture) == kSuccess &&
+        capture != 0) {
+      quiet = false;
+      break;
+    }
+    Event made = nullptr;
+    const int created = cuda_.event_create(&made);
+    const OwnedEvent event(cuda_, made);
+    if (created != kSuccess ||
+        cuda_.event_record(made, stream->get()) != kSuccess) {
+      continue; // nothing runs on a GPU that has failed
+    }
+    while (quiet && cuda_.event_query(made) == kNotReady) {
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+      quiet = !deadline.expired();
+    }
   }
+  cuda_.set_device(before);
+  return quiet;
+}
+
+void CudaEngine::close(milliseconds patience) {
+  {
+    std::lock_guard<std::mutex> lock(running_mutex_);
+    if (std::exchange(closed_, true)) {
+      return;
+    }
+  }
+  fail_engine(
+      ErrorKind::kAborted,
+      formatted("fused: the group was destroyed on rank {}", rank_));
+  quiet_ = wait_quiet(Deadline(patience));
   if (!quiet_) {
     return;
   }
   // Now, since tensors in the arena keep the engine.
   std::deque<OperationPtr> held;
   {
-    std::lock_guard<std::mutex> lock(watch_mutex_);
+    std::lock_guard<std::mutex> lock(running_mutex_);
     held.swap(abandoned_);
   }
   for (const OperationPtr& operation : held) {
@@ -237,25 +217,44 @@ void CudaEngine::close() {
   }
 }
 
+// What kernels may use.
+struct CudaEngine::Remains {
+  OwnedStream memory_stream; // outlives the memory
+  Wire wire;
+  std::vector<DeviceMemory> retired;
+  std::map<std::vector<size_t>, std::unique_ptr<DeviceLayout>> layouts;
+  std::vector<std::shared_ptr<Slot>> slots;
+  std::vector<std::shared_ptr<Slot>> captured_slots;
+  std::set<std::shared_ptr<const LoadedProgram>> programs;
+  std::deque<OperationPtr> abandoned;
+  HostMemory flags;
+  Events events;
+  OwnedStream compute;
+  OwnedStream wire_stream;
+};
+
+void CudaEngine::leak(std::shared_ptr<const void> what) {
+  static auto* mutex = new std::mutex;
+  static auto* lost = new std::vector<std::shared_ptr<const void>>;
+  const std::lock_guard<std::mutex> lock(*mutex);
+  lost->push_back(std::move(what));
+}
+
 CudaEngine::~CudaEngine() {
   close();
+  bury();
+}
+
+void CudaEngine::bury() {
   int before = 0;
   cuda_.get_device(&before);
   cuda_.set_device(device_);
-  bury(quiet_);
-  cuda_.set_device(before);
-}
-
-void CudaEngine::bury(bool quiet) {
-  const auto remains = std::make_shared<Remains>(cuda_, nccl_, released_);
-  remains->direct = direct_;
-  remains->arena = arena_;
+  const auto remains = std::make_shared<Remains>();
   remains->wire = std::move(wire_);
   remains->retired = std::move(retired_);
   remains->layouts = std::move(layouts_);
   remains->slots = std::move(slots_);
   remains->captured_slots = std::move(captured_slots_);
-  remains->spare = std::move(spare_);
   remains->programs = std::move(programs_);
   remains->abandoned = std::move(abandoned_);
   remains->flags = std::move(flags_memory_);
@@ -263,20 +262,29 @@ void CudaEngine::bury(bool quiet) {
   remains->memory_stream = std::move(memory_stream_);
   remains->compute = std::move(compute_);
   remains->wire_stream = std::move(wire_stream_);
-  static auto* mutex = new std::mutex;
-  static auto* lost = new std::vector<std::shared_ptr<const void>>;
-  if (!quiet) {
-    // A kernel that writes to memory of somebody else is worse than a leak.
-    const std::lock_guard<std::mutex> lock(*mutex);
-    lost->push_back(remains);
-  } else if (!comm_ && !remains->programs.empty()) {
-    // Graphs may hold their kernels, and nobody says when they have gone.
-    const std::lock_guard<std::mutex> lock(*mutex);
-    lost->insert(
-        lost->end(), remains->programs.begin(), remains->programs.end());
-  } else if (comm_) {
-    comm_->keep(remains);
+  if (!quiet_) {
+    leak(remains);
+  } else {
+    // Graphs may hold kernels for longer. Where ranks share them, whoever ends the
+    // carrier keeps the engine until its communicator has seen them go; of graphs
+    // of one rank nobody says when they go.
+    for (const auto& program : remains->programs) {
+      if (size_ == 1) {
+        leak(program);
+      }
+    }
+    carrier_.reset(); // its communicator may know the arena
+    if (direct_ != nullptr) {
+      cuda_.direct_destroy(direct_, nullptr);
+    }
+    // Older ones leave a window mapped that graphs kept from being let go of.
+    const bool mapped =
+        window_ != nullptr && ever_captured_ && nccl_.version < kUnmapsWindows;
+    if (arena_ != nullptr && !mapped && !left_behind_) {
+      nccl_.mem_free(arena_);
+    }
   }
+  cuda_.set_device(before);
 }
 
 } // namespace fusedpg::cuda

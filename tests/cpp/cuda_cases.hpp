@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cuda/engine.hpp"
+#include "fake_carrier.hpp"
 #include "kernels_reference.hpp"
 #include "testing.hpp"
 
@@ -33,11 +34,17 @@ inline Settings cuda_settings(size_t chunk_bytes = 2048, size_t arena = 0) {
 // A part of the test's store.
 class StorePart : public Rendezvous {
  public:
-  // While `*stuck` nothing is answered.
-  StorePart(Store& store, std::string name, const std::atomic<bool>* stuck)
+  // While `*stuck` nothing is answered; while `*gone` every request throws, as
+  // c10d's stores do, what is not an Error.
+  StorePart(
+      Store& store,
+      std::string name,
+      const std::atomic<bool>* stuck,
+      const std::atomic<bool>* gone = nullptr)
       : store_(store),
         name_(std::move(name)),
-        stuck_(stuck) {}
+        stuck_(stuck),
+        gone_(gone) {}
   void set(const std::string& key, const std::string& value) override {
     answer();
     store_.set(name_ + key, value);
@@ -59,17 +66,24 @@ class StorePart : public Rendezvous {
     while (stuck_ != nullptr && *stuck_) {
       std::this_thread::sleep_for(milliseconds(1));
     }
+    if (gone_ != nullptr && *gone_) {
+      throw std::runtime_error("the store has gone");
+    }
   }
 
   Store& store_;
   const std::string name_;
   const std::atomic<bool>* const stuck_;
+  const std::atomic<bool>* const gone_;
 };
 
 struct EngineWith {
   Settings settings = cuda_settings();
   std::string name; // of the group, in the store
   const std::atomic<bool>* stuck = nullptr; // whether the store is
+  const std::atomic<bool>* gone = nullptr; // likewise
+  // Whether the carrier's communicator is.
+  const std::atomic<bool>* lost = nullptr;
   CudaEngine::CheckPeers check_peers = nullptr;
   const cuda::NcclApi* nccl = &fake_gpu::nccl();
   const cuda::CudaApi* cuda = &gpu();
@@ -119,9 +133,20 @@ struct GpuRank {
             rank,
             with.settings,
             with.spans_hosts,
-            std::make_shared<StorePart>(store, with.name, with.stuck),
+            std::make_shared<StorePart>(
+                store,
+                with.name,
+                with.stuck,
+                with.gone),
             with.check_peers,
-            Deadline(with.deadline)),
+            Deadline(with.deadline),
+            size == 1 ? nullptr
+                      : std::make_unique<FakeCarrier>(
+                            rank,
+                            size,
+                            store,
+                            with.name + "carrier",
+                            with.lost)),
         own_stream(rank),
         stream(own_stream.stream),
         wire_sums(!with.settings.wide_half_sums) {

@@ -125,7 +125,7 @@ TEST(cuda_engine_is_asynchronous) {
   with_gpus(2, [](GpuRank& r) {
     GpuTraining training(r, adam(), kSingles, {5000, 64, 1});
     training.load();
-    training.step(); // the first one waits until all ranks have the memory
+    training.step(); // the first one waits for all ranks
     training.check();
     GpuBuffer copied(training.param(0).bytes());
     const StreamOn other(r.rank);

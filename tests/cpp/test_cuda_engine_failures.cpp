@@ -125,6 +125,82 @@ TEST(cuda_engine_mismatches) {
   });
 }
 
+// What was right once may be wrong the next time; the sizes fit, so no rank
+// waits, and nothing is written.
+TEST(cuda_engine_mismatch_of_a_later_step) {
+  const Clean clean;
+  on_threads(2, [](int rank, Store& store) {
+    GpuRank r(rank, 2, store);
+    GpuTraining training(r, adam(), kSingles, {3000, 70});
+    training.load();
+    training.step();
+    training.check();
+    r.engine.drain(kLong);
+    training.call.hypers[0].lr *= rank + 1;
+    training.load();
+    expect_failure(
+        r,
+        ErrorKind::kMismatch,
+        {"ranks disagree", "rank 1: fused_adamw", "learning rate"},
+        [&] { return training.step(); });
+    r.sync();
+    CHECK(training.param(0).holds(training.expected_param(0)));
+  });
+}
+
+// An operation that has ended well before nobody has looked stays so.
+TEST(cuda_engine_mismatch_behind_another_step) {
+  const Clean clean;
+  on_threads(2, [](int rank, Store& store) {
+    GpuRank r(rank, 2, store);
+    GpuTraining training(r, adam(), kSingles, {3000, 70});
+    training.load();
+    training.step();
+    training.check();
+    r.engine.drain(kLong);
+    std::atomic<bool> go{false};
+    CHECK_EQ(hooks().hold(r.stream, &go), 0);
+    const OperationPtr first = training.step();
+    training.call.hypers[0].lr *= rank + 1;
+    const OperationPtr second = training.step();
+    go = true;
+    r.sync();
+    finish(first);
+    expect_error(
+        ErrorKind::kMismatch,
+        {"ranks disagree about operation 3", "learning rate"},
+        [&] { finish(second); });
+  });
+}
+
+// A rank that knows its call does not wait; the other one's is new to it, so it
+// hears of the difference first, and leaves this one alone in what comes next.
+TEST(cuda_engine_mismatch_of_a_known_step) {
+  const Clean clean;
+  on_threads(2, [](int rank, Store& store) {
+    GpuRank r(rank, 2, store);
+    GpuTraining known(r, adam(), kSingles, {3000, 70});
+    GpuTraining other(r, adam(), kSingles, {4000, 70});
+    known.load();
+    known.step();
+    known.check();
+    r.engine.drain(kLong);
+    GpuTraining& training = rank == 0 ? known : other;
+    training.load();
+    const auto begin = Clock::now();
+    expect_failure(
+        r,
+        ErrorKind::kMismatch,
+        {"ranks disagree",
+         rank == 0 ? "number of elements 3070 here, 4070 there"
+                   : "number of elements 4070 here, 3070 there"},
+        [&] { return training.step(); });
+    CHECK(seconds_since(begin) < 8);
+    r.sync();
+    CHECK(training.param(0).holds(training.expected_param(0)));
+  });
+}
+
 // Where ranks' settings make other chunks of the same tensors.
 TEST(cuda_engine_mismatched_settings) {
   const Clean clean;
@@ -147,6 +223,8 @@ TEST(cuda_engine_rank_that_never_calls) {
     if (rank == 0) {
       training.timeout = milliseconds(200);
       const auto begin = Clock::now();
+      // The call itself: it is the first of its kind.
+      expect_error(ErrorKind::kTimeout, {"200 ms"}, [&] { training.step(); });
       expect_failure(
           r,
           ErrorKind::kTimeout,
@@ -162,6 +240,32 @@ TEST(cuda_engine_rank_that_never_calls) {
             return training.step();
           });
     }
+  });
+}
+
+// What all ranks have called before is not waited for: whoever asks finds out.
+TEST(cuda_engine_peer_that_is_late) {
+  const Clean clean;
+  on_threads(2, [](int rank, Store& store) {
+    GpuRank r(rank, 2, store);
+    GpuTraining training(r, adam(), kSingles, {3000});
+    training.load();
+    training.step();
+    training.check();
+    training.load();
+    r.meet("first step");
+    if (rank == 0) {
+      training.timeout = milliseconds(200);
+      const auto begin = Clock::now();
+      const OperationPtr op = training.step();
+      CHECK(seconds_since(begin) < 0.15);
+      expect_error(
+          ErrorKind::kTimeout,
+          {"did not finish within 200 ms", "rank 1: does not answer"},
+          [&] { finish(op); });
+      CHECK(seconds_since(begin) < 8);
+    }
+    r.meet("late");
   });
 }
 
@@ -198,13 +302,56 @@ TEST(cuda_engine_store_that_does_not_answer) {
   });
 }
 
+// A store whose host has gone throws what is not an Error: the engine fails all
+// the same, and its end throws nothing.
+TEST(cuda_engine_store_that_throws) {
+  const Clean clean;
+  for (const bool expires : {false, true}) {
+    std::atomic<bool> gone{false};
+    on_threads(2, [&](int rank, Store& store) {
+      EngineWith with;
+      with.gone = &gone;
+      GpuRank r(rank, 2, store, with);
+      GpuTraining training(r, adam(), kSingles, {3000});
+      training.load();
+      training.step();
+      training.check();
+      training.load();
+      r.meet("first step");
+      if (rank == 0) {
+        gone = true;
+        training.timeout = expires ? milliseconds(300) : kLong;
+        const OperationPtr op = training.step();
+        const auto begin = Clock::now();
+        expect_error(
+            expires ? ErrorKind::kTimeout : ErrorKind::kSystem,
+            {expires ? "the store does not answer" : "the store has gone"},
+            [&] { finish(op); });
+        CHECK(r.engine.failed());
+        r.engine.shutdown(Deadline(milliseconds(100)));
+        CHECK(seconds_since(begin) < 8);
+      }
+      r.meet("end");
+    });
+  }
+}
+
 TEST(cuda_engine_rank_without_engine) {
   const Clean clean;
   Store store;
-  EngineWith with;
-  with.deadline = milliseconds(100);
   expect_error(ErrorKind::kTimeout, {"rank 1 has not", "100 ms"}, [&] {
-    GpuRank r(0, 2, store, with);
+    CudaEngine(
+        gpu(),
+        fake_gpu::nccl(),
+        0,
+        2,
+        0,
+        cuda_settings(),
+        false,
+        std::make_shared<StorePart>(store, "", nullptr),
+        nullptr,
+        Deadline(milliseconds(100)),
+        nullptr);
   });
 }
 
@@ -212,40 +359,34 @@ TEST(cuda_engine_killed_peer) {
   if (kOnlyThreads) {
     return;
   }
-  for (const bool nccl_tells : {true, false}) {
-    const Clean clean("FUSEDPG_FAKE_ASYNC_ERROR", nccl_tells ? "1" : "0");
-    Processes ranks(2, [&](int rank, Store& store) {
-      EngineWith with;
-      const Deadline dead(milliseconds(1500));
-      if (!nccl_tells) {
-        with.check_peers = [&](const std::string& what) {
-          if (dead.expired()) {
-            fail(ErrorKind::kPeerDead, "fused: {}: rank 1 has died", what);
-          }
-        };
+  const Clean clean;
+  Processes ranks(2, [&](int rank, Store& store) {
+    EngineWith with;
+    const Deadline dead(milliseconds(1500));
+    with.check_peers = [&](const std::string& what) {
+      if (dead.expired()) {
+        fail(ErrorKind::kPeerDead, "fused: {}: rank 1 has died", what);
       }
-      GpuRank r(rank, 2, store, with);
-      GpuTraining training(r, adam(), kSingles, {3000});
-      training.load();
-      training.step();
-      training.check();
-      store.meet("ready", 3);
-      if (rank == 1) {
-        store.get("never", Deadline(kLong));
-      }
-      training.load();
-      const auto begin = Clock::now();
-      expect_failure(
-          r,
-          ErrorKind::kPeerDead,
-          {nccl_tells ? "remote process exited" : "rank 1 has died"},
-          [&] { return training.step(); });
-      CHECK(seconds_since(begin) < 8);
+    };
+    GpuRank r(rank, 2, store, with);
+    GpuTraining training(r, adam(), kSingles, {3000});
+    training.load();
+    training.step();
+    training.check();
+    store.meet("ready", 3);
+    if (rank == 1) {
+      store.get("never", Deadline(kLong));
+    }
+    training.load();
+    const auto begin = Clock::now();
+    expect_failure(r, ErrorKind::kPeerDead, {"rank 1 has died"}, [&] {
+      return training.step();
     });
-    ranks.store().meet("ready", 3);
-    ranks.signal(1, SIGKILL);
-    ranks.check(0);
-  }
+    CHECK(seconds_since(begin) < 8);
+  });
+  ranks.store().meet("ready", 3);
+  ranks.signal(1, SIGKILL);
+  ranks.check(0);
 }
 
 // Calls that fail on one rank; the others are told.
@@ -303,7 +444,8 @@ TEST(cuda_engine_failing_calls) {
   }
 }
 
-// Before the first rank has begun an operation no rank has: the engines work on.
+// The rank that lacks it has begun nothing: its next call is the one that the
+// others wait for.
 TEST(cuda_engine_out_of_device_memory) {
   const Clean clean;
   for (int nth = 1; nth <= 6;
@@ -312,20 +454,19 @@ TEST(cuda_engine_out_of_device_memory) {
       EngineWith with;
       with.name = formatted("group{}/", nth);
       GpuRank r(rank, 2, store, with);
-      GpuTraining refused(r, adam(), kSingles, {3000});
-      refused.load();
+      GpuTraining training(r, adam(), kSingles, {3000});
+      training.load();
       r.meet("begin");
       if (rank == 0) {
         hooks().fail("allocate", nth, kNoMemory);
+        expect_error(
+            ErrorKind::kOutOfMemory,
+            {"the group works on", "fused_adamw", "sequence 1"},
+            [&] { training.step(); });
+        CHECK(!r.engine.failed());
+        CHECK(training.param(0).holds(training.expected_param(0)));
       }
-      r.meet("armed");
-      expect_error(
-          ErrorKind::kOutOfMemory,
-          {"the group works on", "fused_adamw", "sequence 1"},
-          [&] { refused.step(); });
-      CHECK(!r.engine.failed());
-      GpuTraining training(r, adam(), kSingles, {3000});
-      training.load();
+      r.meet("refused");
       for (int step = 0; step < 2; ++step) {
         training.step();
       }

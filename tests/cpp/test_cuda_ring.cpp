@@ -84,7 +84,8 @@ TEST(cuda_engine_chooses_a_ring) {
         true,
         nullptr,
         nullptr,
-        Deadline(kLong));
+        Deadline(kLong),
+        nullptr);
   };
   CHECK_THROWS(make(*with.nccl), Error, "patched by another version");
   NcclApi bare = *with.nccl;

@@ -1,4 +1,4 @@
-// How the CUDA engine ends: what NCCL and the GPU still do then holds nobody.
+// How the CUDA engine ends: what carrier and GPU still do then holds nobody.
 
 #include "cuda_training.hpp"
 
@@ -7,16 +7,6 @@ namespace fusedpg::test {
 using namespace cuda; // NOLINT: all of this is about it
 
 namespace {
-
-// A graph with one step.
-void* capture_step(GpuRank& r, GpuTraining& training) {
-  void* graph = nullptr;
-  CHECK_EQ(hooks().begin_capture(r.stream), 0);
-  training.step();
-  r.engine.join(r.stream);
-  CHECK_EQ(hooks().end_capture(r.stream, &graph), 0);
-  return graph;
-}
 
 void wait_until(const std::function<bool()>& condition) {
   const Deadline deadline(kLong);
@@ -27,127 +17,27 @@ void wait_until(const std::function<bool()>& condition) {
 
 } // namespace
 
-// NCCL ends no communicator while a graph holds its kernels, be it aborted or
-// finalized.
-TEST(cuda_teardown_while_a_graph_lives) {
+// A call of the carrier that does not return: its caller holds the engine.
+TEST(cuda_teardown_caller_inside_the_carrier) {
   const Clean clean;
-  for (const bool aborts : {false, true}) {
-    std::mutex mutex;
-    std::vector<void*> graphs;
-    on_threads(2, [&](int rank, Store& store) {
-      const auto begin = Clock::now();
-      {
-        GpuRank r(rank, 2, store);
-        {
-          GpuTraining training(r, adam(), kSingles, {3000, 70});
-          training.load();
-          training.step();
-          training.check();
-          r.engine.drain(kLong);
-          void* graph = capture_step(r, training);
-          training.load();
-          CHECK_EQ(hooks().launch(graph, r.stream), 0);
-          training.check();
-          const std::lock_guard<std::mutex> lock(mutex);
-          graphs.push_back(graph);
-        }
-        if (aborts && rank == 0) {
-          r.engine.abort("fused: enough");
-        }
-        r.meet("aborted");
-        r.engine.shutdown(Deadline(milliseconds(500)));
-        r.engine.close();
-      }
-      CHECK(seconds_since(begin) < 8);
-      store.meet("ended", 2);
-    });
-    CHECK(hooks().now().communicators > 0 || aborts);
-    for (void* graph : graphs) {
-      CHECK_EQ(hooks().destroy_graph(graph), 0);
-    }
-    kept().clear(); // tensors, which close() has let go of
-    // What the graphs used goes with them.
-    wait_until([] {
-      const fake::Stats now = hooks().now();
-      return now.communicators == 0 && now.device_allocations == 0;
-    });
-  }
-}
-
-// The failure of a rank whose graph lives reaches its own callers and the other
-// ranks.
-TEST(cuda_teardown_tells_before_it_aborts) {
-  const Clean clean;
-  void* graphs[2] = {};
   on_threads(2, [&](int rank, Store& store) {
     GpuRank r(rank, 2, store);
     GpuTraining training(r, adam(), kSingles, {3000});
     training.load();
-    training.step();
-    training.check();
-    r.engine.drain(kLong);
-    graphs[rank] = capture_step(r, training);
-    r.meet("captured");
-    const auto begin = Clock::now();
+    r.meet("begin");
     if (rank == 0) {
-      training.timeout = milliseconds(200);
-      expect_error(ErrorKind::kTimeout, {"200 ms", "rank 0 of 2"}, [&] {
-        finish(training.step());
+      hooks().fail_rank("ncclReduceScatter", 0, 1, fake::kHang);
+      const auto begin = Clock::now();
+      std::thread aborter([&] {
+        std::this_thread::sleep_for(milliseconds(50));
+        r.engine.abort("fused: enough");
       });
+      expect_error(ErrorKind::kAborted, {"enough"}, [&] { training.step(); });
+      aborter.join();
+      CHECK(seconds_since(begin) < 8);
     }
-    r.meet("late");
-    if (rank == 1) {
-      expect_error(
-          ErrorKind::kPeerFailed, {"another rank has failed: rank 0"}, [&] {
-            finish(training.step());
-          });
-    }
-    CHECK(seconds_since(begin) < 8);
-    r.meet("known");
-    CHECK_EQ(hooks().destroy_graph(graphs[rank]), 0);
+    r.meet("end");
   });
-}
-
-// A call of NCCL that does not return, or that NCCL has in progress for ever, so
-// that its caller asks again and again: this caller holds the engine.
-TEST(cuda_teardown_caller_inside_nccl) {
-  const Clean clean;
-  for (const int kind : {0, 1, 2, 3}) {
-    const bool polls = kind / 2 != 0;
-    const bool aborts = kind % 2 != 0;
-    on_threads(2, [&](int rank, Store& store) {
-      GpuRank r(rank, 2, store);
-      GpuTraining training(r, adam(), kSingles, {3000});
-      training.load();
-      r.meet("begin");
-      if (rank == 0) {
-        if (polls) {
-          hooks().async_error(0, kNcclInProgress);
-          hooks().fail_rank("ncclAllReduce", 0, 1, kNcclInProgress);
-        } else {
-          hooks().fail_rank("ncclReduceScatter", 0, 1, fake::kHang);
-        }
-        const auto begin = Clock::now();
-        training.timeout = milliseconds(aborts ? 60000 : 200);
-        std::thread aborter([&] {
-          if (aborts) {
-            std::this_thread::sleep_for(milliseconds(50));
-            r.engine.abort("fused: enough");
-          }
-        });
-        expect_error(
-            aborts ? ErrorKind::kAborted : ErrorKind::kTimeout,
-            {aborts ? "enough" : "200 ms"},
-            [&] { training.step(); });
-        aborter.join();
-        CHECK(seconds_since(begin) < 8);
-      }
-      r.meet("end");
-    });
-    // The watchdog has asked meanwhile, but not at the same time.
-    CHECK_EQ(hooks().now().bad_handles, 0u);
-    hooks().async_error(0, 0);
-  }
 }
 
 // The end of a group whose other thread is inside such a call.
@@ -180,35 +70,6 @@ TEST(cuda_teardown_shutdown_beside_a_caller) {
   });
 }
 
-namespace {
-
-// Of ranks that meet to make a communicator, one does not come.
-void init_that_hangs(const char* blocking) {
-  const Clean clean("NCCL_COMM_BLOCKING", blocking);
-  hooks().fail_rank("ncclCommInitRankConfig", 1, 1, kNcclSystemError);
-  on_threads(2, [&](int rank, Store& store) {
-    EngineWith with;
-    with.deadline = milliseconds(300);
-    const auto begin = Clock::now();
-    expect_error(
-        rank == 0 ? ErrorKind::kTimeout : ErrorKind::kSystem,
-        {"ncclCommInitRank", rank == 0 ? "300 ms" : "system error"},
-        [&] { GpuRank r(rank, 2, store, with); });
-    CHECK(seconds_since(begin) < 8);
-  });
-  wait_until([] { return hooks().now().communicators == 0; });
-}
-
-} // namespace
-
-TEST(cuda_teardown_init_that_hangs) {
-  init_that_hangs("1");
-}
-
-TEST(cuda_teardown_init_that_hangs_nonblocking) {
-  init_that_hangs("0");
-}
-
 // What a step costs the host: calls that return at once, each made once.
 TEST(cuda_teardown_calls_of_nccl) {
   const Clean clean;
@@ -220,7 +81,7 @@ TEST(cuda_teardown_calls_of_nccl) {
   });
   // Chunks of 2048 bytes for two ranks: of 256 floats of either's shard.
   const uint64_t chunks = (1504 + 255) / 256;
-  CHECK_EQ(hooks().calls("ncclAllReduce"), 4u); // the first, of memory
+  CHECK_EQ(hooks().calls("ncclAllReduce"), 2u);
   CHECK_EQ(hooks().calls("ncclReduceScatter"), 2 * chunks);
   CHECK_EQ(hooks().calls("ncclAllGather"), 2 * chunks);
   CHECK_EQ(hooks().calls("ncclInProgress"), 0u);
@@ -281,7 +142,7 @@ TEST(cuda_teardown_abort_in_a_direct_step) {
           static_cast<char*>(r.engine.arena()));
       training.direct = true;
       training.load();
-      training.step(); // the first one asks all ranks for memory
+      training.step(); // the first one waits for all ranks
       training.check();
       training.load();
       r.meet("first step");
@@ -304,6 +165,116 @@ TEST(cuda_teardown_abort_in_a_direct_step) {
     });
     CHECK_EQ(hooks().now().bad_handles, 0u);
   }
+}
+
+// A graph may be launched for as long as the engine lives.
+TEST(cuda_teardown_graph_of_the_direct_path) {
+  const Clean clean;
+  void* arenas[2] = {};
+  on_threads(2, [&](int rank, Store& store) {
+    GpuRank r(rank, 2, store, with_arena());
+    GpuTraining training(
+        r, adam(), kSingles, {3000, 70}, static_cast<char*>(r.engine.arena()));
+    training.direct = true;
+    training.load();
+    training.step();
+    training.check();
+    r.engine.drain(kLong);
+    arenas[rank] = r.engine.arena();
+    void* graph = nullptr;
+    CHECK_EQ(hooks().begin_capture(r.stream), 0);
+    training.step();
+    r.engine.join(r.stream);
+    CHECK_EQ(hooks().end_capture(r.stream, &graph), 0);
+    r.engine.shutdown(Deadline(kLong));
+    r.meet("shut down");
+    training.load();
+    CHECK_EQ(hooks().launch(graph, r.stream), 0);
+    training.check();
+    r.meet("launched");
+    CHECK_EQ(hooks().destroy_graph(graph), 0);
+  });
+  CHECK_EQ(hooks().now().bad_handles, 0u);
+  // This NCCL has left the windows mapped, so the memory is not given back.
+  hooks().reset();
+  for (void* arena : arenas) {
+    CHECK_EQ(fake_gpu::nccl().mem_free(arena), 0);
+  }
+}
+
+// What was left of a captured call's time says nothing about replays: a peer
+// that is later than that is awaited.
+TEST(cuda_teardown_replay_after_the_timeout) {
+  const Clean clean;
+  hooks().set_delay(0);
+  void* arenas[2] = {};
+  on_threads(2, [&](int rank, Store& store) {
+    GpuRank r(rank, 2, store, with_arena());
+    GpuTraining training(
+        r, adam(), kSingles, {3000, 70}, static_cast<char*>(r.engine.arena()));
+    training.direct = true;
+    training.load();
+    training.step();
+    training.check();
+    r.engine.drain(kLong);
+    arenas[rank] = r.engine.arena();
+    training.timeout = milliseconds(200);
+    void* graph = nullptr;
+    CHECK_EQ(hooks().begin_capture(r.stream), 0);
+    training.step();
+    r.engine.join(r.stream);
+    CHECK_EQ(hooks().end_capture(r.stream, &graph), 0);
+    training.load();
+    r.meet("captured");
+    if (rank == 1) {
+      hooks().stall(1, 3, 1000); // the step itself
+    }
+    r.meet("begin");
+    CHECK_EQ(hooks().launch(graph, r.stream), 0);
+    training.check();
+    r.meet("launched");
+    CHECK(!r.engine.failed());
+    r.engine.shutdown(Deadline(kLong));
+    CHECK_EQ(hooks().destroy_graph(graph), 0);
+  });
+  CHECK_EQ(hooks().now().bad_handles, 0u);
+  hooks().reset();
+  for (void* arena : arenas) { // as above
+    CHECK_EQ(fake_gpu::nccl().mem_free(arena), 0);
+  }
+}
+
+// Nobody looks: a kernel that waits for a rank ends by itself, and it is known.
+TEST(cuda_teardown_direct_step_without_a_peer) {
+  const Clean clean;
+  hooks().set_delay(0);
+  on_threads(2, [&](int rank, Store& store) {
+    GpuRank r(rank, 2, store, with_arena());
+    GpuTraining training(
+        r, adam(), kSingles, {3000, 70}, static_cast<char*>(r.engine.arena()));
+    training.direct = true;
+    training.load();
+    training.step();
+    training.check();
+    training.load();
+    training.timeout = milliseconds(300);
+    r.meet("first step");
+    if (rank == 1) {
+      hooks().stall(1, 3, 2000); // the step itself
+    }
+    r.meet("begin");
+    const auto begin = Clock::now();
+    const OperationPtr op = training.step();
+    if (rank == 0) {
+      r.sync();
+      CHECK(seconds_since(begin) < 1.5);
+      expect_error(ErrorKind::kTimeout, {"did not finish within 300 ms"}, [&] {
+        training.step();
+      });
+    }
+    r.meet("end");
+    r.engine.close();
+  });
 }
 
 // Nothing of a window is left, also where NCCL does not see to it.
@@ -334,6 +305,73 @@ TEST(cuda_teardown_windows) {
   CHECK_EQ(hooks().now().bad_handles, 0u);
 }
 
+// A start that fails between the window and what the kernels need of it.
+TEST(cuda_teardown_start_with_half_a_window) {
+  const Clean clean;
+  for (int rank = 0; rank < 2; ++rank) {
+    hooks().fail("direct_create", 1, 719); // the next call of either rank
+  }
+  on_threads(2, [](int rank, Store& store) {
+    expect_error(ErrorKind::kSystem, {"ncclDevCommCreate"}, [&] {
+      GpuRank r(rank, 2, store, with_arena());
+    });
+  });
+  CHECK_EQ(hooks().calls("ncclCommWindowDeregister"), 2u);
+  CHECK_EQ(hooks().now().windows, 0u);
+  CHECK_EQ(hooks().now().bad_handles, 0u);
+}
+
+// torch's watchdog may have ended the communicator, so NCCL gets it no more.
+TEST(cuda_teardown_window_of_a_lost_communicator) {
+  const Clean clean;
+  std::atomic<bool> lost{false};
+  EngineWith with = with_arena();
+  with.lost = &lost;
+  on_threads(2, [&](int rank, Store& store) {
+    GpuRank r(rank, 2, store, with);
+    r.meet("made");
+    lost = true;
+    r.engine.abort("fused: enough");
+    r.engine.close();
+  });
+  CHECK_EQ(hooks().calls("ncclCommWindowDeregister"), 0u);
+  CHECK_EQ(hooks().now().bad_handles, 0u);
+}
+
+// A start that ends while a call of its own is inside NCCL: that may still write
+// to the arena.
+TEST(cuda_teardown_start_left_inside_nccl) {
+  const Clean clean;
+  static std::mutex mutex;
+  static std::vector<void*> arenas;
+  NcclApi nccl = fake_gpu::nccl();
+  nccl.mem_alloc = [](void** memory, size_t bytes) {
+    const NcclResult result = fake_gpu::nccl().mem_alloc(memory, bytes);
+    const std::lock_guard<std::mutex> lock(mutex);
+    arenas.push_back(*memory);
+    return result;
+  };
+  EngineWith with = with_arena();
+  with.nccl = &nccl;
+  with.deadline = milliseconds(500);
+  hooks().fail_rank("ncclCommWindowRegister", 0, 1, fake::kHang);
+  on_threads(2, [&](int rank, Store& store) {
+    bool left_behind = false;
+    try {
+      GpuRank r(rank, 2, store, with);
+    } catch (const CallLeftBehind& error) {
+      left_behind = error.kind() == ErrorKind::kTimeout;
+    }
+    CHECK(left_behind);
+  });
+  CHECK_EQ(hooks().calls("ncclMemFree"), 0u);
+  CHECK_EQ(hooks().now().bad_handles, 0u);
+  CHECK_EQ(arenas.size(), 2u);
+  for (void* arena : arenas) {
+    CHECK_EQ(fake_gpu::nccl().mem_free(arena), 0);
+  }
+}
+
 // No peer access, or NCCL_CUMEM_ENABLE=0: windows are not what the device API
 // needs.
 TEST(cuda_teardown_no_symmetric_support) {
@@ -358,6 +396,35 @@ TEST(cuda_teardown_no_symmetric_support) {
   }
   unsetenv("FUSEDPG_FAKE_NCCL_VERSION");
   CHECK_EQ(hooks().now().bad_handles, 0u);
+}
+
+// What kernels may use is never freed if they do not come to an end.
+TEST(cuda_teardown_busy_gpu) {
+  if (kOnlyThreads) {
+    return;
+  }
+  const Clean clean;
+  on_processes(1, [](int rank, Store& store) { // where what is left ends, too
+    static std::atomic<bool> go{false};
+    const auto* behind = new StreamOn(rank);
+    fake::Stats before{};
+    {
+      GpuRank r(rank, 1, store);
+      GpuTraining training(r, adam(), kSingles, {3000, 70});
+      training.load();
+      CudaEngine::Submission submission = training.submission();
+      submission.current = behind->stream;
+      CHECK_EQ(hooks().hold(behind->stream, &go), 0);
+      r.engine.fused_step(training.call, submission);
+      r.engine.close(milliseconds(50));
+      before = hooks().now();
+    }
+    CHECK_EQ(hooks().now().device_bytes, before.device_bytes);
+    CHECK_EQ(hooks().now().host_bytes, before.host_bytes);
+    go = true;
+    hooks().synchronize();
+    CHECK_EQ(hooks().now().bad_handles, 0u);
+  });
 }
 
 } // namespace fusedpg::test

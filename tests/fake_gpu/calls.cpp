@@ -117,20 +117,6 @@ void Calls::add_fault(
   faults_.push_back({function, rank, nth, code});
 }
 
-void Calls::set_async_error(int rank, int code) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  async_errors_.push_back({rank, code});
-}
-
-int Calls::async_error(int rank) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  int code = 0;
-  for (const AsyncError& error : async_errors_) {
-    code = covers(error.rank, rank) ? error.code : code;
-  }
-  return code;
-}
-
 void Calls::fill(Stats& s) {
   s.work = work_;
   s.collectives_begun = begun_;
@@ -150,7 +136,6 @@ void Calls::reset() {
   const std::lock_guard<std::mutex> lock(mutex_);
   counts_.clear();
   faults_.clear();
-  async_errors_.clear();
   order_.clear();
   std::fill(std::begin(bytes_), std::end(bytes_), 0);
   notes_ = 0;
@@ -193,10 +178,6 @@ FUSEDPG_FAKE_EXPORT void fusedpg_fake_stall(
     int milliseconds) {
   fusedpg::fake::calls().add_fault(
       fusedpg::fake::kStall, rank, nth, milliseconds);
-}
-
-FUSEDPG_FAKE_EXPORT void fusedpg_fake_async_error(int rank, int code) {
-  fusedpg::fake::calls().set_async_error(rank, code);
 }
 
 FUSEDPG_FAKE_EXPORT void fusedpg_fake_set_delay(uint32_t microseconds) {

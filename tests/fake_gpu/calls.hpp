@@ -37,8 +37,6 @@ class Calls {
   uint64_t count(const std::string& function);
   size_t order(Executed* out, size_t capacity);
   void add_fault(const std::string& function, int rank, int nth, int code);
-  void set_async_error(int rank, int code);
-  int async_error(int rank);
   void fill(Stats& stats);
   void reset();
 
@@ -55,17 +53,12 @@ class Calls {
     int left;
     int code;
   };
-  struct AsyncError {
-    int rank;
-    int code;
-  };
   int take_fault(const std::string& function, int rank); // locked
   void read_environment(); // locked
 
   std::mutex mutex_;
   std::map<std::string, uint64_t> counts_;
   std::vector<Fault> faults_;
-  std::vector<AsyncError> async_errors_;
   std::vector<Executed> order_;
   uint64_t bytes_[kOps] = {};
   uint64_t notes_ = 0;

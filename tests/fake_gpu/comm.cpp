@@ -1,8 +1,6 @@
 #include "comm.hpp"
 
 #include <fcntl.h>
-#include <poll.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <chrono>
@@ -12,10 +10,6 @@
 #include <thread>
 
 #include "base/deadline.hpp"
-
-#if !defined(SYS_pidfd_open)
-#define SYS_pidfd_open 434
-#endif
 
 namespace fusedpg::fake {
 
@@ -147,36 +141,11 @@ NcclResult Comm::meet() {
     return kNcclInternalError;
   }
   Segment::release(id_);
-  if (from_environment("FUSEDPG_FAKE_ASYNC_ERROR", 0) != 0) {
-    for (int r = 0; r < size; ++r) {
-      const pid_t pid = header.ranks[r].pid;
-      if (pid != getpid()) {
-        peers_.emplace_back(static_cast<int>(syscall(SYS_pidfd_open, pid, 0)));
-      }
-    }
-  }
   initialized_ = true;
   return kNcclSuccess;
 }
 
-bool Comm::peer_died() {
-  for (const Descriptor& peer : peers_) {
-    // One without a descriptor had ended before we asked for it.
-    pollfd ended{peer.number(), POLLIN, 0};
-    if (!peer.valid() || poll(&ended, 1, 0) == 1) {
-      return true;
-    }
-  }
-  return false;
-}
-
 NcclResult Comm::async_error() {
-  if (const int injected = calls().async_error(rank)) {
-    return static_cast<NcclResult>(injected);
-  }
-  if (initialized_ && peer_died()) {
-    return kNcclRemoteError;
-  }
   return static_cast<NcclResult>(state_.load());
 }
 
@@ -187,8 +156,7 @@ NcclResult Comm::ready() {
         0, "a call on a communicator whose last is still in progress");
     return kNcclInvalidArgument;
   }
-  // The survivors of a dead rank may still call; they hang.
-  return state == kNcclRemoteError ? kNcclSuccess : state;
+  return state;
 }
 
 uint64_t Comm::identity() const {

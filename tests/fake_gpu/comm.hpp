@@ -11,7 +11,6 @@
 #include <vector>
 
 #include "calls.hpp"
-#include "cuda/nccl_api.hpp"
 #include "fifo.hpp"
 #include "nccl_device.h"
 #include "segment.hpp"
@@ -29,7 +28,7 @@ struct Collective {
   void* dst;
   size_t count; // as NCCL's functions take it
   cuda::NcclDataType type;
-  cuda::NcclRedOp red_op; // of a broadcast: the root
+  NcclRedOp red_op; // of a broadcast: the root
 };
 
 // A rank's memory that all ranks see.
@@ -52,7 +51,7 @@ struct Window {
 // One rank of a communicator.
 class Comm : public std::enable_shared_from_this<Comm> {
  public:
-  Comm(const cuda::NcclUniqueId& id, int rank, int size, bool blocking);
+  Comm(const NcclUniqueId& id, int rank, int size, bool blocking);
   ~Comm();
 
   // NCCL's functions, which begin with ready().
@@ -141,9 +140,8 @@ class Comm : public std::enable_shared_from_this<Comm> {
       char* dst,
       size_t first,
       size_t count) const;
-  bool peer_died();
 
-  const cuda::NcclUniqueId id_;
+  const NcclUniqueId id_;
   const bool blocking_;
   const int device_;
   std::shared_ptr<Segment> segment_;
@@ -162,7 +160,6 @@ class Comm : public std::enable_shared_from_this<Comm> {
   std::map<void*, std::shared_ptr<Window>> windows_;
   std::set<void*> legacy_; // of a communicator without symmetric support
   int dev_comms_ = 0;
-  std::vector<Descriptor> peers_; // of processes; readable when one has ended
   int direct_channels_ = 0;
 
   std::mutex executing_; // collectives of one communicator do not overlap

@@ -107,7 +107,7 @@ int Direct::create(const DirectCreateArgs& args, int* usable) {
 
 void Direct::run(
     const Announcement::Common& common,
-    const uint64_t* stop,
+    const std::function<bool()>& stopped,
     const std::function<int()>& kernel,
     const std::function<std::string()>& params) {
   const std::lock_guard<std::mutex> lock(executing_);
@@ -121,7 +121,7 @@ void Direct::run(
     const simt::AtOnce scope(
         static_cast<unsigned>(from_environment("FUSEDPG_FAKE_BLOCKS", 3)));
     // One that begins when it is told to stop ends before it uses the window.
-    const int uses = __atomic_load_n(stop, __ATOMIC_ACQUIRE) == 0 ? 1 : 0;
+    const int uses = stopped() ? 0 : 1;
     window_->kernels += uses;
     if (kernel() != kSuccess) {
       calls().bad_handle(0, "arguments that the direct path refuses");
@@ -130,14 +130,9 @@ void Direct::run(
   }
   const std::string ended = params();
   // NCCL's abort does not reach these kernels.
-  comm_->exchange(
-      channel_,
-      mine,
-      [] {},
-      [] {},
-      [stop] { return __atomic_load_n(stop, __ATOMIC_ACQUIRE) != 0; });
-  // All ranks' kernels have ended, unless they were told to.
-  if (__atomic_load_n(stop, __ATOMIC_ACQUIRE) == 0 && params() != ended) {
+  comm_->exchange(channel_, mine, [] {}, [] {}, stopped);
+  // All ranks' kernels have ended, unless they were told to or were late.
+  if (!stopped() && params() != ended) {
     std::fputs("a kernel: parameters arrive after its end\n", stderr);
     std::abort();
   }
@@ -154,7 +149,10 @@ void Direct::step(const DirectArgs& args) {
        kDirectStep,
        static_cast<int32_t>(args.update.param_type),
        static_cast<int32_t>(args.update.formula)},
-      args.stop,
+      [&args] {
+        return __atomic_load_n(args.stop, __ATOMIC_ACQUIRE) != 0 ||
+            __atomic_load_n(args.late, __ATOMIC_ACQUIRE) != 0;
+      },
       [&] { return fusedpg_kernels_api()->direct_step(&device, nullptr); },
       [&] {
         std::string bytes;

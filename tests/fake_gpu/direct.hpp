@@ -26,7 +26,7 @@ class Direct {
   // The kernel, and a look at whether the other ranks' was the same.
   void run(
       const Announcement::Common& common,
-      const uint64_t* stop,
+      const std::function<bool()>& stopped,
       const std::function<int()>& kernel,
       const std::function<std::string()>& params);
 

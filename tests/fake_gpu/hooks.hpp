@@ -83,8 +83,6 @@ struct Hooks {
       nullptr;
   // The nth operation from now sleeps before it begins, unless aborted.
   void (*stall)(int rank, int nth, int milliseconds) = nullptr;
-  // ncclCommGetAsyncError reports it from now on; 0 ends that.
-  void (*async_error)(int rank, int code) = nullptr;
   // Each piece of work is delayed by up to that.
   void (*set_delay)(uint32_t microseconds) = nullptr;
   // Enqueues work that only takes its time.
@@ -128,7 +126,6 @@ struct Hooks {
     find("fusedpg_fake_fail", fail);
     find("fusedpg_fake_fail_rank", fail_rank);
     find("fusedpg_fake_stall", stall);
-    find("fusedpg_fake_async_error", async_error);
     find("fusedpg_fake_set_delay", set_delay);
     find("fusedpg_fake_sleep", sleep);
     find("fusedpg_fake_hold", hold);

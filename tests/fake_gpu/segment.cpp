@@ -23,7 +23,7 @@ struct Id {
   int32_t file;
   uint64_t nonce;
 };
-static_assert(sizeof(Id) <= sizeof(cuda::NcclUniqueId));
+static_assert(sizeof(Id) <= sizeof(NcclUniqueId));
 constexpr char kMagic[8] = "fakegpu";
 
 constexpr size_t kSlotsAt = (sizeof(SegmentHeader) + 4095) / 4096 * 4096;
@@ -39,7 +39,7 @@ struct Segments {
   std::map<uint64_t, Descriptor> created;
 };
 
-Id parse(const cuda::NcclUniqueId& from) {
+Id parse(const NcclUniqueId& from) {
   Id id;
   std::memcpy(&id, from.internal, sizeof id);
   if (std::memcmp(id.magic, kMagic, sizeof kMagic) != 0) {
@@ -50,7 +50,7 @@ Id parse(const cuda::NcclUniqueId& from) {
 
 } // namespace
 
-cuda::NcclUniqueId Segment::make_id() {
+NcclUniqueId Segment::make_id() {
   Descriptor file = make_shared_file(kSegmentBytes);
   std::random_device random;
   Id id{};
@@ -63,12 +63,12 @@ cuda::NcclUniqueId Segment::make_id() {
   Segments& segments = global<Segments>();
   const std::lock_guard<std::mutex> lock(segments.mutex);
   segments.created.emplace(id.nonce, std::move(file));
-  cuda::NcclUniqueId out{};
+  NcclUniqueId out{};
   std::memcpy(out.internal, &id, sizeof id);
   return out;
 }
 
-std::shared_ptr<Segment> Segment::open(const cuda::NcclUniqueId& from) {
+std::shared_ptr<Segment> Segment::open(const NcclUniqueId& from) {
   const Id id = parse(from);
   Segments& segments = global<Segments>();
   const std::lock_guard<std::mutex> lock(segments.mutex);
@@ -85,7 +85,7 @@ std::shared_ptr<Segment> Segment::open(const cuda::NcclUniqueId& from) {
   return made;
 }
 
-void Segment::release(const cuda::NcclUniqueId& from) {
+void Segment::release(const NcclUniqueId& from) {
   Segments& segments = global<Segments>();
   const std::lock_guard<std::mutex> lock(segments.mutex);
   segments.created.erase(parse(from).nonce);

@@ -8,8 +8,8 @@
 #include <functional>
 #include <memory>
 
-#include "cuda/nccl_api.hpp"
 #include "memory.hpp"
+#include "nccl_functions.hpp"
 
 namespace fusedpg::fake {
 
@@ -65,10 +65,10 @@ struct SegmentHeader {
 class Segment {
  public:
   // Of the id's creator. Throws std::runtime_error.
-  static cuda::NcclUniqueId make_id();
-  static std::shared_ptr<Segment> open(const cuda::NcclUniqueId& id);
+  static NcclUniqueId make_id();
+  static std::shared_ptr<Segment> open(const NcclUniqueId& id);
   // All ranks have opened it: its creator lets go of the file.
-  static void release(const cuda::NcclUniqueId& id);
+  static void release(const NcclUniqueId& id);
 
   explicit Segment(const Descriptor& file);
 

@@ -12,13 +12,14 @@
 
 #include "cuda/device.hpp"
 #include "cuda/kernels/elements.hpp"
-#include "hooks.hpp"
+#include "nccl_functions.hpp"
 #include "ranks.hpp"
 
 // What tests on the fake GPU are made of.
 namespace fusedpg::test::fake_gpu {
 
 using namespace cuda; // NOLINT: NCCL's names
+using namespace fake; // NOLINT: likewise
 
 // FUSEDPG_FAKE_GPU, as for the tests in Python, or the one of this build.
 inline const char* library() {
@@ -32,8 +33,9 @@ inline const fake::Hooks& hooks() {
 inline const CudaApi& gpu() {
   return *hooks().cuda;
 }
-inline const NcclApi& nccl() {
-  return load_nccl_api(library());
+inline const fake::NcclFunctions& nccl() {
+  static const fake::NcclFunctions all(load_nccl_api(library()), hooks());
+  return all;
 }
 
 // Device memory that kernels may still use when a test has done with it.
@@ -157,7 +159,7 @@ class Peer {
     const std::string text = store.get(name, Deadline(kLong));
     std::memcpy(id.internal, text.data(), sizeof id.internal);
     NcclConfig config;
-    config.blocking = 0; // unlike the engine's
+    config.blocking = 0; // unlike a carrier's
     result = nccl().comm_init_rank_config(&comm, size, id, rank, &config);
     CHECK_EQ(result, kNcclInProgress);
   }

@@ -1,4 +1,4 @@
-"""The ring of a patched NCCL, which FUSEDPG_NCCL_LIB names, with each of NCCL's protocols."""
+"""The ring of a patched NCCL, in place of torch's by LD_PRELOAD, with each of NCCL's protocols."""
 
 from __future__ import annotations
 

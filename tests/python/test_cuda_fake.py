@@ -128,6 +128,13 @@ def test_networks(two: harness.Workers, kind: str, mode: str) -> None:
         agree(two.run(optim_ddp.trains, kind, run, options))
 
 
+def connected(size: int, options: dict[str, Any]) -> harness.Workers:
+    """Ranks whose delegate has a communicator of the fake NCCL."""
+    gpus = harness.pool(size, **options)
+    gpus.run(cuda_fake.with_communicator)
+    return gpus
+
+
 def direct(**more: str) -> dict[str, Any]:
     options = harness.fake_gpu(**more)
     options["options"] = options["options"] | {"cuda_arena_bytes": 64 << 20}
@@ -136,7 +143,7 @@ def direct(**more: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_direct_path(size: int) -> None:
-    gpus = harness.pool(size, **direct())
+    gpus = connected(size, direct())
     for op in ("sgd", "adam", "adamw"):
         for variant in ("plain", "weighted", "scaled", "tensor lr", "types mixed"):
             run = Run(op, memory="arena", **VARIANTS[variant])
@@ -148,7 +155,7 @@ def test_direct_path(size: int) -> None:
 
 
 def test_direct_path_under_ddp() -> None:
-    gpus = harness.pool(2, **direct())
+    gpus = connected(2, direct())
     run = optim.Run("AdamW", "overlap", steps=10)
     for options in ({}, {"gradient_as_bucket_view": True}):
         agree(gpus.run(optim.parity, dataclasses.replace(run, ddp=options)))
@@ -157,13 +164,14 @@ def test_direct_path_under_ddp() -> None:
 
 
 def test_direct_path_needs_all_tensors_in_the_arena() -> None:
-    gpus = harness.pool(2, **direct())
+    gpus = connected(2, direct())
     agree(gpus.run(fused_ops.parity, Run("adamw", memory="mixed")))
     assert {info["cuda_path"] for info in gpus.run(cuda_fake.info)} == {"stock"}
 
 
 def test_direct_path_falls_back() -> None:
     with harness.Workers(2, **direct(FUSEDPG_FAKE_NO_LSA="1")) as gpus:
+        gpus.run(cuda_fake.with_communicator)
         agree(gpus.run(fused_ops.parity, Run("adamw", memory="arena")))
         assert {info["cuda_path"] for info in gpus.run(cuda_fake.info)} == {"stock"}
 
@@ -212,7 +220,7 @@ def patched(choice: str = "patched", **more: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_patched_ring(size: int) -> None:
-    gpus = harness.pool(size, **patched())
+    gpus = connected(size, patched())
     for op, variant in itertools.product(("sgd", "adam", "adamw"), VARIANTS):
         agree(gpus.run(fused_ops.parity, Run(op, ring=True, **VARIANTS[variant])))
     ring, stock = {"dtypes": (BF16,), "master": True}, {"grad_dtypes": (BF16,)}
@@ -227,6 +235,7 @@ def test_ring_only_between_machines() -> None:
         options = patched("auto")
         env = [options["env"] | {"FUSEDPG_HOST_ID": host} for host in hosts]
         with harness.Workers(2, **options | {"env": env}) as gpus:
+            gpus.run(cuda_fake.with_communicator)
             agree(gpus.run(fused_ops.parity, Run("adamw", ring=True)))
             assert {info["cuda_path"] for info in gpus.run(cuda_fake.info)} == {path}
 
@@ -241,7 +250,7 @@ def test_patched_nccl_that_is_not() -> None:
 
 def test_checkpoints_move_between_paths(tmp_path: Path) -> None:
     folder = str(tmp_path)
-    ring, stock = (harness.pool(2, **patched(choice)) for choice in ("patched", "stock"))
+    ring, stock = (connected(2, patched(choice)) for choice in ("patched", "stock"))
     ring.run(optim_state.leg, "full", "adam", "", folder, 0, "contiguous")
     stock.run(optim_state.leg, "full", "adam", folder, "", 1, "contiguous")
 
@@ -284,8 +293,7 @@ def test_disagreement_writes_nothing() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_killed_peer(mode: str) -> None:
-    env = {"FUSEDPG_FAKE_ASYNC_ERROR": "1"}
-    with harness.Workers(3, timeout=20, **harness.fake_gpu(**env)) as gpus:
+    with harness.Workers(3, timeout=20, **harness.fake_gpu()) as gpus:
         gpus.start(optim_faults.train_until_failure, mode, 1, "outside")
         wait_for(gpus, "running", [0, 1, 2])
         gpus.signal(1, signal.SIGKILL)
@@ -338,7 +346,7 @@ def test_checkpoints_fit_the_other_engine(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["sgd", "amsgrad"])
 def test_steps_that_may_skip_zeros(name: str, kind: str) -> None:
-    harness.pool(2, **direct()).run(sparse.fused_steps, name, kind)
+    connected(2, direct()).run(sparse.fused_steps, name, kind)
 
 
 @pytest.mark.parametrize("mode", ["on", "auto"])
@@ -474,14 +482,19 @@ def test_end_with_an_ordinary_one_outstanding(why: str) -> None:
         workers.run(cuda_ranks.ends_with_an_ordinary_one_outstanding, why)
 
 
-STARTS = ("ncclGetUniqueId", "ncclCommInitRankConfig", "stream_create", "ncclMemAlloc", "library")
+STARTS = ("stream_create", "ncclMemAlloc", "library")
 
 
-@pytest.mark.parametrize("what", [STARTS[1], *map(harness.slow, (STARTS[0], *STARTS[2:]))])
+@pytest.mark.parametrize("what", [STARTS[0], *map(harness.slow, STARTS[1:])])
 def test_one_rank_cannot_start(what: str) -> None:
     options = harness.fake_gpu(FUSEDPG_CUDA_ARENA_BYTES=str(4 << 20)) | {"options": {}}
     with harness.Workers(3, timeout=60, **options) as workers:
         workers.run(cuda_ranks.one_rank_cannot_start, what)
+
+
+def test_one_rank_cannot_connect() -> None:
+    with harness.Workers(2, timeout=60, **harness.fake_gpu() | {"options": {}}) as workers:
+        workers.run(cuda_ranks.one_rank_cannot_connect)
 
 
 def test_peer_dies_before_its_start() -> None:
@@ -496,8 +509,8 @@ def test_peer_dies_before_its_start() -> None:
         assert when - since < 12
 
 
-@pytest.mark.parametrize(("what", "least"), [("allocate", 4), ("host_allocate", 1)])
+@pytest.mark.parametrize(("what", "least"), [("allocate", 3), ("host_allocate", 1)])
 def test_out_of_memory(what: str, least: int) -> None:
     with harness.Workers(2, **harness.fake_gpu() | {"options": {}}) as workers:
         found = workers.run(cuda_ranks.out_of_memory, what)
-        assert found[0] == found[1] >= least, found
+        assert found[0] == 0 and found[1] >= least, found

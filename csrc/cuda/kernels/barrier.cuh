@@ -1,5 +1,7 @@
 #pragma once
 
+#include <ctime>
+
 #include "cuda/kernels/launchers.cuh"
 
 namespace fusedpg::cuda {
@@ -11,8 +13,22 @@ __device__ __forceinline__ bool told_to_stop(const uint64_t* stop) {
   return __syncthreads_and(threadIdx.x != 0 || ask_host(stop) == 0) == 0;
 }
 
+__device__ __forceinline__ uint64_t now_in_nanoseconds() {
+#if defined(__CUDA_ARCH__)
+  uint64_t now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  return now;
+#else
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return static_cast<uint64_t>(now.tv_sec) * 1000000000 +
+      static_cast<uint64_t>(now.tv_nsec);
+#endif
+}
+
 // A barrier of the thread blocks of one number on all ranks. NCCL has one, but
-// that waits for a dead peer for ever; the host can end this one.
+// that waits for a dead peer for ever; this one ends in time, or when the host
+// says so.
 class PeerBarrier {
  public:
   // Thread t speaks with rank t: `to` are that rank's signals, `mine` this
@@ -22,15 +38,17 @@ class PeerBarrier {
       DirectSignals* mine,
       int rank,
       int size,
-      const uint64_t* stop)
+      const DirectArgs& args)
       : to_(const_cast<uint64_t*>(to->passed + rank)),
         mine_(mine),
-        stop_(stop),
+        args_(args),
+        until_(now_in_nanoseconds() + args.nanoseconds),
         size_(size),
         epoch_(mine->epoch) {}
 
   // What a thread of this block wrote before is seen by all ranks' blocks
-  // behind it. False, for the whole block, if the host said to stop.
+  // behind it. False, for the whole block, if the host said to stop, or if the
+  // time is up.
   __device__ bool sync() {
     ++epoch_;
     bool met = true;
@@ -41,7 +59,16 @@ class PeerBarrier {
       // The word for stopping is the host's memory: slow to read.
       for (uint32_t looks = 1; load_acquire(mine_->passed + peer) < epoch_;
            ++looks) {
-        if (looks % 256 == 0 && ask_host(stop_) != 0) {
+        if (looks % 256 != 0) {
+          look_again();
+          continue;
+        }
+        const bool late = now_in_nanoseconds() > until_;
+        // A later kernel may be late as the consequence of an earlier one.
+        if (late && ask_host(args_.late) == 0) {
+          tell_host(args_.late, args_.sequence);
+        }
+        if (late || ask_host(args_.stop) != 0) {
           met = false;
           break;
         }
@@ -61,7 +88,8 @@ class PeerBarrier {
  private:
   uint64_t* to_;
   DirectSignals* mine_;
-  const uint64_t* stop_;
+  const DirectArgs& args_;
+  uint64_t until_;
   int size_;
   uint64_t epoch_;
 };

@@ -195,7 +195,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       : static_cast<const DirectSignals*>(
             ncclGetLsaPointer(launch.window, launch.signals_at, peer)) +
           blockIdx.x;
-  PeerBarrier barrier(theirs, mine, rank, size, args.stop);
+  PeerBarrier barrier(theirs, mine, rank, size, args);
   // All ranks' gradients are there, and nobody uses the parameters any more.
   if (!barrier.sync()) {
     return;

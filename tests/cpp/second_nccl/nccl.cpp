@@ -17,16 +17,7 @@ EXPORT int ncclGetVersion(int* version) {
     return 0;         \
   }
 STUB(ncclGetErrorString)
-STUB(ncclGetUniqueId)
-STUB(ncclCommInitRankConfig)
 STUB(ncclCommGetAsyncError)
-STUB(ncclCommFinalize)
-STUB(ncclCommDestroy)
-STUB(ncclCommAbort)
-STUB(ncclAllReduce)
-STUB(ncclReduceScatter)
-STUB(ncclAllGather)
-STUB(ncclAlltoAll)
 STUB(ncclGroupStart)
 STUB(ncclGroupSimulateEnd)
 STUB(ncclMemAlloc)

@@ -17,7 +17,7 @@
 #include <deque>
 #include <thread>
 
-#include "hooks.hpp"
+#include "nccl_functions.hpp"
 
 namespace fusedpg::fake {
 namespace {
@@ -25,32 +25,7 @@ namespace {
 std::unique_ptr<Hooks> loaded;
 
 // NCCL's functions, of the same library.
-struct Nccl : cuda::NcclApi {
-  explicit Nccl(const Hooks& from) {
-    from.find("ncclGetErrorString", get_error_string);
-    from.find("ncclGetUniqueId", get_unique_id);
-    from.find("ncclCommInitRankConfig", comm_init_rank_config);
-    from.find("ncclCommDestroy", comm_destroy);
-    from.find("ncclCommAbort", comm_abort);
-    from.find("ncclAllReduce", all_reduce);
-    from.find("ncclReduceScatter", reduce_scatter);
-    from.find("ncclAllGather", all_gather);
-    from.find("ncclBroadcast", broadcast);
-  }
-  void check(cuda::NcclResult result) const {
-    TORCH_CHECK(
-        result == cuda::kNcclSuccess, "NCCL error: ", get_error_string(result));
-  }
-  cuda::NcclResult (*broadcast)(
-      const void* src,
-      void* dst,
-      size_t count,
-      cuda::NcclDataType type,
-      int root,
-      cuda::NcclComm comm,
-      cuda::NcclStream stream) = nullptr;
-};
-std::unique_ptr<Nccl> nccl;
+std::unique_ptr<NcclFunctions> nccl;
 
 const cuda::CudaApi& gpu() {
   return *loaded->cuda;
@@ -240,6 +215,12 @@ class Work : public c10d::Work {
 
 cuda::NcclDataType type_of(const at::Tensor& tensor) {
   switch (tensor.scalar_type()) {
+    case at::kByte:
+      return cuda::kNcclUint8;
+    case at::kHalf:
+      return cuda::kNcclFloat16;
+    case at::kBFloat16:
+      return cuda::kNcclBfloat16;
     case at::kInt:
       return cuda::kNcclInt32;
     case at::kLong:
@@ -253,11 +234,11 @@ cuda::NcclDataType type_of(const at::Tensor& tensor) {
   }
 }
 
-cuda::NcclRedOp operation_of(const c10d::ReduceOp& op) {
-  return op == c10d::ReduceOp::AVG ? cuda::kNcclAvg
-      : op == c10d::ReduceOp::MAX  ? cuda::kNcclMax
-      : op == c10d::ReduceOp::MIN  ? cuda::kNcclMin
-                                   : cuda::kNcclSum;
+NcclRedOp operation_of(const c10d::ReduceOp& op) {
+  return op == c10d::ReduceOp::AVG ? kNcclAvg
+      : op == c10d::ReduceOp::MAX  ? kNcclMax
+      : op == c10d::ReduceOp::MIN  ? kNcclMin
+                                   : kNcclSum;
 }
 
 // A thread's ncclGroupStart and ncclGroupEnd. What is sent to one rank and
@@ -282,6 +263,9 @@ class FakeNccl : public c10d::Backend {
     abort();
   }
 
+  const std::string getBackendName() const override {
+    return "nccl";
+  }
   bool supportsCoalescing() const override {
     return true;
   }
@@ -312,19 +296,28 @@ class FakeNccl : public c10d::Backend {
 
   Result allreduce(Tensors& tensors, const c10d::AllreduceOptions& options)
       override {
-    return call(tensors[0], tensors[0], options.asyncOp, [=](auto... where) {
-      const at::Tensor& t = tensors[0];
-      const auto op = operation_of(options.reduceOp);
-      void* data = t.data_ptr();
-      return nccl->all_reduce(data, data, t.numel(), type_of(t), op, where...);
-    });
+    return call(
+        "ncclAllReduce",
+        tensors[0],
+        tensors[0],
+        options.asyncOp,
+        [=](auto... where) {
+          const at::Tensor& t = tensors[0];
+          const auto op = operation_of(options.reduceOp);
+          void* data = t.data_ptr();
+          return nccl->all_reduce(
+              data, data, t.numel(), type_of(t), op, where...);
+        });
   }
   Result broadcast(Tensors& tensors, const c10d::BroadcastOptions& options)
       override {
     const auto root = static_cast<int>(options.rootRank);
-    return call(tensors[0], tensors[0], options.asyncOp, [=](auto... where) {
-      return send_from(tensors[0], root, where...);
-    });
+    return call(
+        "ncclBroadcast",
+        tensors[0],
+        tensors[0],
+        options.asyncOp,
+        [=](auto... where) { return send_from(tensors[0], root, where...); });
   }
   Result _allgather_base(
       at::Tensor& to,
@@ -332,7 +325,7 @@ class FakeNccl : public c10d::Backend {
       const c10d::AllgatherOptions& options) override {
     TORCH_CHECK_VALUE(
         to.numel() == from.numel() * getSize(), "sizes do not fit");
-    return call(to, from, options.asyncOp, [=](auto... where) {
+    return call("ncclAllGather", to, from, options.asyncOp, [=](auto... where) {
       return nccl->all_gather(
           from.data_ptr(),
           to.data_ptr(),
@@ -347,15 +340,32 @@ class FakeNccl : public c10d::Backend {
       const c10d::ReduceScatterOptions& options) override {
     TORCH_CHECK_VALUE(
         from.numel() == to.numel() * getSize(), "sizes do not fit");
-    return call(to, from, options.asyncOp, [=](auto... where) {
-      return nccl->reduce_scatter(
-          from.data_ptr(),
-          to.data_ptr(),
-          to.numel(),
-          type_of(to),
-          operation_of(options.reduceOp),
-          where...);
-    });
+    return call(
+        "ncclReduceScatter", to, from, options.asyncOp, [=](auto... where) {
+          return nccl->reduce_scatter(
+              from.data_ptr(),
+              to.data_ptr(),
+              to.numel(),
+              type_of(to),
+              operation_of(options.reduceOp),
+              where...);
+        });
+  }
+  Result alltoall_base(
+      at::Tensor& to,
+      at::Tensor& from,
+      std::vector<int64_t>& /* to_sizes */,
+      std::vector<int64_t>& /* from_sizes */,
+      const c10d::AllToAllOptions& options) override {
+    return call(
+        "ncclAlltoAll", to, from, options.asyncOp, [=, this](auto... where) {
+          return nccl->all_to_all(
+              from.data_ptr(),
+              to.data_ptr(),
+              from.numel() / getSize(),
+              type_of(from),
+              where...);
+        });
   }
   Result send(Tensors& tensors, int peer, int) override {
     return point_to_point(tensors[0], peer, getRank());
@@ -364,6 +374,10 @@ class FakeNccl : public c10d::Backend {
     return point_to_point(tensors[0], peer, peer);
   }
   void setSequenceNumberForGroup() override {}
+  // As its Python class gives it: null before the first collective.
+  int64_t communicator() const {
+    return reinterpret_cast<int64_t>(group_);
+  }
 
   void abort() override {
     for (const cuda::NcclComm comm : std::exchange(comms_, {})) {
@@ -395,16 +409,18 @@ class FakeNccl : public c10d::Backend {
   }
 
   cuda::NcclComm connect(const std::string& key, int rank, int size) {
-    cuda::NcclUniqueId id;
+    NcclUniqueId id;
     const auto* bytes = reinterpret_cast<const uint8_t*>(&id);
     if (rank == 0) {
-      nccl->check(nccl->get_unique_id(&id));
+      nccl->check("ncclGetUniqueId", nccl->get_unique_id(&id));
       store_->set(key, std::vector<uint8_t>(bytes, bytes + sizeof id));
     } else {
       std::memcpy(&id, store_->get(key).data(), sizeof id);
     }
     cuda::NcclComm made = nullptr;
-    nccl->check(nccl->comm_init_rank_config(&made, size, id, rank, nullptr));
+    nccl->check(
+        "ncclCommInitRankConfig",
+        nccl->comm_init_rank_config(&made, size, id, rank, nullptr));
     comms_.push_back(made);
     return made;
   }
@@ -438,7 +454,7 @@ class FakeNccl : public c10d::Backend {
       const auto launch = [=](auto... where) {
         return send_from(t, root, where...);
       };
-      return call(t, t, true, launch, peer, sender);
+      return call("ncclSend", t, t, true, launch, peer, sender);
     }
     TORCH_CHECK(coalescing_, "with this rank it hangs outside a group");
     if (sender == getRank() && !mailbox_.defined()) {
@@ -446,13 +462,14 @@ class FakeNccl : public c10d::Backend {
       return nullptr;
     }
     const at::Tensor from = std::exchange(mailbox_, {});
-    return call(t, from, true, [=](auto, auto stream) {
+    return call("copy", t, from, true, [=](auto, auto stream) {
       check(gpu().copy(t.data_ptr(), from.data_ptr(), t.nbytes(), stream));
       return cuda::kNcclSuccess;
     });
   }
 
   Result call(
+      const char* what,
       const at::Tensor& to,
       const at::Tensor& from,
       bool async,
@@ -480,7 +497,7 @@ class FakeNccl : public c10d::Backend {
       const OnDevice scope(device.index());
       // It takes its time, or who does not wait could be lucky.
       check(loaded->sleep(handle(stream), 3));
-      nccl->check(enqueue(comm, handle(stream)));
+      nccl->check(what, enqueue(comm, handle(stream)));
       if (ordered) {
         last_.record(stream);
       }
@@ -545,12 +562,15 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
 PYBIND11_MODULE(fusedpg_fake_nccl, m) {
   m.def("load", [](const char* path) {
     loaded = std::make_unique<Hooks>(path);
-    nccl = std::make_unique<Nccl>(*loaded);
+    cuda::NcclApi api;
+    loaded->find("ncclGetErrorString", api.get_error_string);
+    nccl = std::make_unique<NcclFunctions>(api, *loaded);
     c10::impl::registerDeviceGuard(c10::kCUDA, new Guard);
   });
   py::class_<FakeNccl, c10d::Backend, c10::intrusive_ptr<FakeNccl>>(
       m, "FakeNccl")
-      .def(py::init<c10::intrusive_ptr<c10d::Store>, int, int>());
+      .def(py::init<c10::intrusive_ptr<c10d::Store>, int, int>())
+      .def("_comm_ptr", &FakeNccl::communicator);
   py::class_<Hold, std::shared_ptr<Hold>>(m, "Hold")
       .def(py::init<int64_t>())
       .def("release", [](Hold& hold) { hold.go = true; });

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import gc
+import os
 import threading
 import time
 import weakref
@@ -21,6 +24,42 @@ def info(context: Context) -> dict[str, Any]:
     import fusedpg
 
     return fusedpg.group_info()
+
+
+_made: list[Any] = []  # delegates: their Python halves live as long as they
+
+
+def with_communicator(context: Context) -> None:
+    """Later delegates have a communicator as ProcessGroupNCCL has: the fake NCCL's."""
+    from fusedpg import _registration
+    from fusedpg._serve_gloo import Gloo
+
+    class Id(ctypes.Structure):
+        _fields_ = (("internal", ctypes.c_char * 128),)
+
+    nccl = ctypes.CDLL(os.environ["FUSEDPG_NCCL_LIB"])
+
+    class Delegate(Gloo):
+        @functools.cache  # noqa: B019 (_made keeps it anyway)
+        def _comm_ptr(self) -> int:
+            key, own, comm = "communicator", Id(), ctypes.c_void_p()
+            if self.rank() == 0:
+                assert nccl.ncclGetUniqueId(ctypes.byref(own)) == 0
+                self.store.set(key, bytes(own).hex())
+            found = Id.from_buffer_copy(bytes.fromhex(self.store.get(key).decode()))
+            made = nccl.ncclCommInitRankConfig(
+                ctypes.byref(comm), self.size(), found, self.rank(), None
+            )
+            assert made == 0, made
+            return comm.value or 0
+
+    def make(device: str, store: Any, rank: int, size: int, options: Any) -> Any:
+        delegate: Any = Delegate(store, rank, size, timeout=options._timeout)
+        delegate.store = store
+        _made.append(delegate)
+        return delegate
+
+    _registration.load_extension()._set_delegate_factory(make)
 
 
 def unknown_nccl(context: Context) -> None:

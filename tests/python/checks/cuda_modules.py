@@ -234,6 +234,7 @@ def _count(function: str) -> int:
 def unloaded(context: Context) -> None:
     """Programs of equal text share a module, which ends with the last of them and of the groups."""
     x = torch.arange(40.0)
+    gc.collect()  # modules of earlier tests
     loads, unloads = _count("cuModuleLoadDataEx"), _count("cuModuleUnload")
 
     def counts(loaded: int, ended: int) -> None:

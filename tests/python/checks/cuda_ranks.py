@@ -372,7 +372,7 @@ def ends_with_an_ordinary_one_outstanding(context: Context, why: str) -> None:
 
 def one_rank_cannot_start(context: Context, what: str) -> None:
     """All ranks hear of it at once, and may try again."""
-    failing = 0 if what == "ncclGetUniqueId" else 1
+    failing = 1
     library = os.environ["FUSEDPG_NCCL_LIB"]
     if what == "library" and context.rank == failing:
         os.environ["FUSEDPG_NCCL_LIB"] = "/none.so"
@@ -396,6 +396,38 @@ def one_rank_cannot_start(context: Context, what: str) -> None:
         ranks.call(Call("fused", 1))
         ranks.call(Call("all_reduce", 2, 2))
         ranks.check("afterwards")
+    all_have_heard(context)
+    ranks.close()
+
+
+def all_have_heard(context: Context) -> None:
+    """For who is about to leave: to the others that would be a cause, too."""
+    scratch = Path(context.scratch)
+    (scratch / f"heard{context.rank}").touch()
+    while not all((scratch / f"heard{rank}").exists() for rank in range(context.world_size)):
+        time.sleep(0.01)
+
+
+def one_rank_cannot_connect(context: Context) -> None:
+    """The others wait inside NCCL for it: they hear of it, and their communicator is lost."""
+    ranks = Ranks(context)
+    ranks.param, ranks.grad = ranks.tensors[PARAM], ranks.tensors[1]
+    if context.rank == 1:
+        ranks.fake.fail("ncclCommInitRankConfig", 2)
+    wanted = [
+        ["another rank has failed: rank 1: ", "has left a call inside NCCL"],
+        ["ncclCommInitRankConfig", "another rank has failed: rank 0: "],
+    ]
+    for text in wanted[context.rank]:
+        begin = time.monotonic()
+        try:
+            ranks.step(reduce="sum")
+        except RuntimeError as error:
+            assert text in str(error), error
+        else:
+            raise AssertionError("it has not failed")
+        assert time.monotonic() - begin < 12
+    all_have_heard(context)
     ranks.close()
 
 
@@ -413,7 +445,7 @@ def peer_dies_before_its_start(context: Context) -> tuple[str, float]:
 
 
 def out_of_memory(context: Context, what: str, elements: int = 40_000) -> int:
-    """Each allocation of a step fails once, on one rank; returns how many there are."""
+    """Allocations of a step fail on one rank, which calls it again; returns how many did."""
     ranks = Ranks(context)
     ranks.call(Call("fused", 1))
     ranks.check("a smaller one")
@@ -427,10 +459,9 @@ def out_of_memory(context: Context, what: str, elements: int = 40_000) -> int:
         except torch.OutOfMemoryError as error:
             assert "the group works on" in str(error), error
             assert "fused_sgd_" in str(error) and "sequence" in str(error), error
-            assert context.rank == 1 or "another rank" in str(error), error
+            assert context.rank == 1, "the others wait for its next call"
             ranks.sync(0)
             assert not ranks.fake.host(param).any(), "it was updated"
-            ranks.call(Call("all_reduce", 2, 2))
         else:
             if work is not None:
                 work.wait()

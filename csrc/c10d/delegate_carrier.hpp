@@ -1,0 +1,64 @@
+#pragma once
+
+#include <ATen/ATen.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include "c10d/cuda_streams.hpp"
+#include "cuda/carrier.hpp"
+
+namespace fusedpg {
+
+// Moves the engine's data by the delegate, torch's ProcessGroupNCCL: by its
+// communicator, under its watchdog.
+class DelegateCarrier final : public cuda::Carrier {
+ public:
+  DelegateCarrier(
+      c10::intrusive_ptr<c10d::Backend> delegate,
+      const CudaStreams& streams,
+      const cuda::CudaApi& cuda);
+
+  void connect() override;
+  void maximum(uint8_t* data, size_t count, cuda::Stream stream) override;
+  void reduce_scatter(
+      const void* from,
+      void* to,
+      size_t count,
+      DType type,
+      RedOp op,
+      cuda::Stream stream) override;
+  void all_gather(const void* from, void* to, size_t bytes, cuda::Stream stream)
+      override;
+  void all_to_all(const void* from, void* to, size_t bytes, cuda::Stream stream)
+      override;
+  cuda::NcclComm nccl_comm() override;
+  bool lost_nccl_comm() const override;
+  bool waits_on_host() const override {
+    return streams_.pretend();
+  }
+  void abort() override {} // the delegate's end is its group's business
+
+ private:
+  // What a call of the delegate throws, as an Error that names it.
+  void guarded(const char* what, c10::function_ref<void()> call);
+  at::Tensor view(const void* data, size_t count, at::ScalarType type) const;
+  using Call = c10::function_ref<
+      c10::intrusive_ptr<c10d::Work>(at::Tensor& from, at::Tensor& to)>;
+  void enqueue(
+      const char* what,
+      at::Tensor from,
+      at::Tensor to,
+      cuda::Stream stream,
+      Call call);
+  void call_on_host(
+      const at::Tensor& from,
+      const at::Tensor& to,
+      cuda::Stream stream,
+      Call call);
+
+  const c10::intrusive_ptr<c10d::Backend> delegate_;
+  const CudaStreams streams_;
+  const cuda::CudaApi& cuda_;
+  const size_t size_;
+};
+
+} // namespace fusedpg
