@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from fusedpg.plan.config import Facts
 
 __all__ = ["Layout", "Operators", "known_operators", "layout"]
 
@@ -75,7 +77,7 @@ class Operators:
     memory_main_params: float = 0.0
     memory_optimizer: float = 2.0
     optimizer_divides: bool = False
-    model: Mapping[str, Any] = field(default_factory=dict)
+    model: Facts = field(default_factory=dict)
 
 
 _COLUMN = ("replicated", "hidden")
@@ -102,7 +104,7 @@ _GPT_LAYOUTS: dict[str, Sequence[tuple[str | None, str | None]]] = {
 _ATTENTION_SHARES = {"enc-attention-softmax": 0.0, "enc-attention-dropout": 1.5}
 
 
-def gpt_facts(layers: int, length: int, heads: int, hidden: int) -> dict[str, Any]:
+def gpt_facts(layers: int, length: int, heads: int, hidden: int) -> Facts:
     return {
         "num_layers": layers,
         "seq_length": length,
@@ -112,7 +114,7 @@ def gpt_facts(layers: int, length: int, heads: int, hidden: int) -> dict[str, An
     }
 
 
-def _t5(layers: int, heads: int, channels: int, feed_forward: int) -> dict[str, object]:
+def _t5(layers: int, heads: int, channels: int, feed_forward: int) -> Facts:
     return {
         "num_layers": layers,
         "encoder_seq_length": 2048,
@@ -125,12 +127,12 @@ def _t5(layers: int, heads: int, channels: int, feed_forward: int) -> dict[str, 
     }
 
 
-def _resnet(blocks: Sequence[int], channels: int, width: int) -> dict[str, object]:
+def _resnet(blocks: Sequence[int], channels: int, width: int) -> Facts:
     return {"num_layers": list(blocks), "in_channels": channels, "width_factor": width}
 
 
 # The sizes of Aceso's experiments, as its files of plans describe them.
-MODELS: dict[tuple[str, str], dict[str, Any]] = {
+MODELS: dict[tuple[str, str], Facts] = {
     ("gpt", "350M"): gpt_facts(24, 2048, 16, 1024),
     ("gpt", "1_3B"): gpt_facts(24, 2048, 32, 2048),
     ("gpt", "2_6B"): gpt_facts(32, 2048, 32, 2560),
@@ -152,9 +154,7 @@ MODELS: dict[tuple[str, str], dict[str, Any]] = {
 }
 
 
-def known_operators(
-    model_name: str, names: Sequence[str], model: Mapping[str, Any]
-) -> Operators | None:
+def known_operators(model_name: str, names: Sequence[str], model: Facts) -> Operators | None:
     """The operators of one of Aceso's models; None for other names.
 
     Args:

@@ -9,16 +9,17 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
 
+from fusedpg.plan.aceso import AcesoModel
 from fusedpg.plan.config import positive_integer, positive_number
 from fusedpg.plan.database import Database
-from fusedpg.plan.model import COST_MODELS, CostModel
+from fusedpg.plan.model import CostModel
 from fusedpg.plan.search import Found, Limits, best_plans, search
 from fusedpg.plan.space import Space
 
+COST_MODELS: dict[str, type[CostModel]] = {"aceso": AcesoModel, "fusedpg": CostModel}
 # Aceso's bound on the stages that it tries.
 _MOST_STAGES = 16
 
@@ -180,7 +181,9 @@ class _Lines:
         self._bar.update(self._task, completed=completed, description=said, refresh=True)
 
 
-def _progress(quiet: bool, total: int) -> Any:
+def _progress(
+    quiet: bool, total: int
+) -> AbstractContextManager[Callable[[int, int, float], None] | None]:
     if quiet or not sys.stderr.isatty():
         return nullcontext()
     return _Lines(total)

@@ -22,10 +22,10 @@ _SHIFTS = (1, 2, 3, 5, 8, 13, 26, 52, 104)
 _BALANCE_ROUNDS = 6
 # Partners that give or take devices at once.
 _PARTNERS = 2
-# The weight of a MB against milliseconds when settings are chosen by both, as shares of the
-# stage's time over its memory.
 # Operators of a stage that are tried with another setting.
 _FLIPS = 40
+# The weight of a MB against milliseconds when settings are chosen by both, as shares of the
+# stage's time over its memory.
 _MEMORY_WEIGHTS = (0.0, 0.1, 0.3, 1.0, 3.0)
 
 
@@ -77,6 +77,14 @@ def _with_counts(state: State, counts: list[int]) -> State:
     return State(state.micro_batch, state.widths, tuple(stages))
 
 
+def _moved(state: State, stage: int, partner: int, step: int) -> State:
+    """The state whose stage has given operators to a partner; those in between pass them on."""
+    counts = state.counts
+    counts[stage] -= step
+    counts[partner] += step
+    return _with_counts(state, counts)
+
+
 def balance(space: Space, state: State) -> Candidate | None:
     """The state with borders that make all stages take the same time, as far as memory allows.
 
@@ -111,6 +119,14 @@ def balance(space: Space, state: State) -> Candidate | None:
         if here.rank < best.rank:
             best = here
     return best
+
+
+def _and_evened(space: Space, state: State) -> Iterator[State]:
+    """The state, and the one of it whose stages take the same time."""
+    yield state
+    evened = balance(space, state)
+    if evened is not None:
+        yield evened.state
 
 
 def _equal_times(prefixes: list[Array], factors: Array) -> list[int]:
@@ -150,10 +166,7 @@ def _moves(space: Space, candidate: Candidate, stage: int) -> Iterator[State]:
             break
         for partner in (stage - 1, stage + 1):
             if 0 <= partner < len(counts):
-                moved = list(counts)
-                moved[stage] -= step
-                moved[partner] += step
-                yield _with_counts(state, moved)
+                yield _moved(state, stage, partner, step)
     # Farther: all stages in between pass as many on.
     load = [one.memory if candidate.overrun else one.time for one in candidate.stages]
     order = sorted((one for one in range(len(counts)) if one != stage), key=lambda one: load[one])
@@ -161,10 +174,7 @@ def _moves(space: Space, candidate: Candidate, stage: int) -> Iterator[State]:
         if abs(partner - stage) > 1:
             for step in _SHIFTS[:4]:
                 if step < counts[stage]:
-                    moved = list(counts)
-                    moved[stage] -= step
-                    moved[partner] += step
-                    yield _with_counts(state, moved)
+                    yield _moved(state, stage, partner, step)
     evened = balance(space, state)
     if evened is not None:
         yield evened.state
@@ -194,10 +204,7 @@ def _resized(
             return
         settings[stage] = chosen
     changed = State(state.micro_batch, widths, tuple(settings))
-    yield changed
-    evened = balance(space, changed)
-    if evened is not None:
-        yield evened.state
+    yield from _and_evened(space, changed)
 
 
 def best_setting(
@@ -297,10 +304,7 @@ def _micro_batch(direction: int) -> Callable[[Space, Candidate, int], Iterator[S
         micro_batch = space.micro_batches[place]
         changed = with_micro_batch(space, state, micro_batch)
         if changed is not None:
-            yield changed
-            evened = balance(space, changed)
-            if evened is not None:
-                yield evened.state
+            yield from _and_evened(space, changed)
 
     return apply
 
@@ -476,10 +480,7 @@ def _shifted(state: State, stage: int) -> Iterator[State]:
         for direction in (-1, 1):
             partner = stage + direction
             while 0 <= partner < len(counts):
-                moved = list(counts)
-                moved[stage] -= step
-                moved[partner] += step
-                yield _with_counts(state, moved)
+                yield _moved(state, stage, partner, step)
                 partner += direction
 
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import Any
+from multiprocessing.queues import SimpleQueue
 
 from fusedpg.plan.config import Plan
 from fusedpg.plan.primitives import (
@@ -124,7 +124,7 @@ class Found:
         """Milliseconds of the best plan."""
         return _predicted(self.plans[0]) if self.plans else float("inf")
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         result = dataclasses.asdict(self)
         result["plans"] = [plan.to_json() for plan in self.plans]
         return result
@@ -438,10 +438,11 @@ class Search:
         return None
 
 
-_worker: tuple[Callable[[], Space], Any] | None = None
+_Progress = tuple[int, int, float]
+_worker: tuple[Callable[[], Space], SimpleQueue[_Progress]] | None = None
 
 
-def _begin(make: Callable[[], Space], events: object) -> None:
+def _begin(make: Callable[[], Space], events: SimpleQueue[_Progress]) -> None:
     global _worker
     _worker = make, events
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends this one
@@ -484,7 +485,7 @@ def search(
     if workers <= 1:
         return [Search(make(), one, seed, limits, top).run(progress) for one in stages]
     context = multiprocessing.get_context("fork")
-    events = context.SimpleQueue()
+    events: SimpleQueue[_Progress] = context.SimpleQueue()
     others = set(multiprocessing.active_children())
     with ProcessPoolExecutor(workers, context, _begin, (make, events)) as pool:
         # The most stages take longest.

@@ -10,7 +10,7 @@ import numpy as np
 
 from fusedpg.plan.config import Plan
 from fusedpg.plan.database import MissingRow
-from fusedpg.plan.model import Array, CostModel, Place, Price, StagePrice
+from fusedpg.plan.model import Array, CostModel, Place, StagePrice
 from fusedpg.plan.recompute import Recomputation
 
 __all__ = ["Candidate", "Space", "State"]
@@ -257,18 +257,20 @@ class Space:
         overrun = sum(max(0.0, one - self.memory_limit) for one in memory)
         return Candidate(state, tuple(stages), tuple(flags), time, max(memory), overrun)
 
-    def price(self, candidate: Candidate) -> Price:
-        micro_batches = self.global_batch // candidate.state.micro_batch
-        return self.model.whole(candidate.stages, micro_batches)
-
     def plan(self, candidate: Candidate) -> Plan:
         """The plan of a candidate, with its prediction."""
-        state = candidate.state
+        return self.plan_of(candidate.state, candidate.flags, candidate.stages)
+
+    def plan_of(
+        self, state: State, flags: Sequence[bytes], stages: Sequence[StagePrice] = ()
+    ) -> Plan:
+        """The plan of a state, with a prediction if the prices of its stages are given."""
+        price = self.model.whole(stages, self.global_batch // state.micro_batch) if stages else None
         settings = self.model.tables(state.micro_batch).settings
-        stages = [[settings[i] for i in state.numbers(s)] for s in range(len(state.widths))]
+        degrees = [[settings[i] for i in state.numbers(s)] for s in range(len(state.widths))]
 
         def each(part: int) -> tuple[tuple[int, ...], ...]:
-            return tuple(tuple(one[part] for one in stage) for stage in stages)
+            return tuple(tuple(op[part] for op in stage) for stage in degrees)
 
         database = self.model.database
         return Plan(
@@ -280,8 +282,8 @@ class Space:
             num_ops_in_each_stage=tuple(state.counts),
             model_parallel_size_of_each_op=each(0),
             data_parallel_size_of_each_op=each(1),
-            recompute_ops=tuple(tuple(flags) for flags in candidate.flags),
+            recompute_ops=tuple(map(tuple, flags)),
             algo_of_each_op=each(2),
             model=database.operators.model,
-            predicted=self.price(candidate).prediction(),
+            predicted=None if price is None else price.prediction(),
         ).check()

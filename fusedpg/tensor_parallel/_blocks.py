@@ -5,16 +5,19 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import SupportsIndex, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-# Of the second names torch 2.13 says that they are deprecated.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# torch 2.13 deprecates the fallback names.
+_Collective = Callable[..., dist.Work]
+_all_gather: _Collective = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter: _Collective = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+_Given = TypeVar("_Given", torch.Tensor, torch.Tensor | None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,13 +114,14 @@ def dimension(title: str, sequence_dim: int, shape: Sequence[int]) -> int:
     return dim
 
 
-def landed(tensor: Any) -> Any:
+def landed(tensor: _Given) -> _Given:
     """A tensor with memory: DTensor may give one that waits for a collective when it is used."""
-    waits = type(tensor) is not torch.Tensor and isinstance(tensor, AsyncCollectiveTensor)
-    return tensor.wait() if waits else tensor
+    if type(tensor) is not torch.Tensor and isinstance(tensor, AsyncCollectiveTensor):
+        return tensor.wait()
+    return tensor
 
 
-def checked(sequence_dim: Any) -> int | None:
+def checked(sequence_dim: SupportsIndex | None) -> int | None:
     return None if sequence_dim is None else operator.index(sequence_dim)
 
 
@@ -177,7 +181,10 @@ def scatter_sum(by_rank: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor
     return part
 
 
-def begin_scatter_sum(by_rank: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, Any]:
+def begin_scatter_sum(
+    by_rank: torch.Tensor, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, dist.Work | None]:
+    """The same, begun; without a Work it has ended."""
     ranks = dist.get_world_size(group)
     if ranks == 1:
         return by_rank, None
