@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -18,10 +17,12 @@ from fusedpg._registration import BACKEND
 from fusedpg.functional import _is_ours
 
 # How many groups of a purpose were made of a group: all of its ranks agree in that.
-_made: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, int]] = weakref.WeakKeyDictionary()
 
 
-def make(parent: dist.ProcessGroup, purpose: str, members: Sequence[int] | None = None) -> Any:
+def make(
+    parent: dist.ProcessGroup, purpose: str, members: Sequence[int] | None = None
+) -> dist.ProcessGroup:
     """A collective of the members, in their order, with the parent's backend and time limit.
 
     Args:
