@@ -1,4 +1,4 @@
-"""What ``fusedpg.stats`` and ``fusedpg.group_info`` say, as text that Prometheus reads."""
+"""``fusedpg.stats`` and ``fusedpg.group_info`` as text that Prometheus reads."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 from fusedpg._registration import BACKEND
 from fusedpg.functional import _is_ours
 
-# How many groups of a purpose were made of a group: all of its ranks agree in that.
+# The number of groups of a purpose that were made of a group: all of its ranks agree in that.
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, int]] = weakref.WeakKeyDictionary()
 
 
@@ -39,7 +39,7 @@ def make(
     helper = getattr(c10d, "_new_process_group_helper", None)
     if helper is None:  # a torch that has not been tried: right where all know as many groups
         return dist.new_group(ranks, timeout, backend, use_local_synchronization=True)
-    # What new_group does once it has a name.
+    # As new_group does once it has a name.
     group, _ = helper(
         len(ranks),
         ranks.index(dist.get_rank()),

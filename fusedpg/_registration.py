@@ -1,4 +1,4 @@
-"""How torch.distributed learns about the backend, and how the extension is loaded."""
+"""Registers the backend with torch.distributed, and loads the extension."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def built_for() -> list[str]:
 
 
 def _hidden_installation() -> str:
-    """What to do if this package, in the current folder, hides one that pip has installed."""
+    """Advice where this package, in the current folder, hides one that pip has installed."""
     here = Path(__file__).resolve().parent.parent
     others = [path for path in sys.path if Path(path).resolve() != here]
     found = importlib.machinery.PathFinder.find_spec("fusedpg", others)

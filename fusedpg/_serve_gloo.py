@@ -100,7 +100,7 @@ def serve_gloo(on: bool = True) -> None:
 
 
 def serve_where_asked() -> None:
-    """What ``FUSEDPG_SERVE_GLOO`` says; it is read when fusedpg is imported."""
+    """Serves "gloo" if ``FUSEDPG_SERVE_GLOO`` says so; it is read when fusedpg is imported."""
     value = os.environ.get("FUSEDPG_SERVE_GLOO", "")
     if value not in ("", "0", "1"):
         raise ValueError(f"fused: FUSEDPG_SERVE_GLOO must be 0 or 1, got {value}")
@@ -179,7 +179,7 @@ def _wrap(wrapped_pg: object, *args: object, **kwargs: object) -> object:
 
 
 def _make(*args: Any, **kwargs: Any) -> object:
-    """What a call of the class gives: our group, or Gloo's."""
+    """The result of a call of the class: our group, or Gloo's."""
     if _here.real or not serving():
         return Gloo(*args, **kwargs)
     try:
@@ -262,7 +262,7 @@ def _can_agree(store: dist.Store) -> bool:
 def _agreement(
     store: dist.Store, rank: int, size: int, timeout: timedelta | None
 ) -> Iterator[tuple[str, timedelta]]:
-    """What all ranks make, "serve", "serve cuda" or why not, and what is left of the time.
+    """The decision of all ranks, "serve", "serve cuda" or why not, and the rest of the time.
 
     Each rank says what it wants, and rank 0 decides when it has heard all. Any rank may decide for
     Gloo as soon as it knows that one cannot serve. The first decision in the store counts. Keys are
@@ -270,7 +270,7 @@ def _agreement(
     """
     ours = dist.PrefixStore("fusedpg-serve", store)
     refusal = "options or enable_reconfigure were given" if timeout is None else _refusal()
-    # Which may change from one group to the next, and is too much where ranks are on several hosts.
+    # This may change from one group to the next, and asks for too much where hosts are several.
     refusal = refusal or load_extension()._shared_memory_refusal(size)
     seconds = min((timeout or c10d.default_pg_timeout).total_seconds(), _LONGEST)
     deadline = time.monotonic() + seconds
@@ -333,7 +333,8 @@ def _await(
 
 
 def _missing(ours: dist.Store, keys: list[str]) -> str:
-    """Who has not come. The first to ask finds it; later ones would miss those that have left."""
+    """Names the ranks that have not come. The first to ask finds them; later ones would miss those
+    that have left."""
     if ours.check([_MISSING]):
         return str(ours.get(_MISSING).decode())
     came: list[str] = []

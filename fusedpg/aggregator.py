@@ -32,7 +32,7 @@ _DEFAULT_LISTEN = "127.0.0.1:4711"
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Of one aggregator.
+    """The settings of one aggregator.
 
     Attributes:
         listen: ``"host:port"``, or ``"[host]:port"``; port 0: one that is free.
@@ -58,7 +58,7 @@ def _seconds(value: object) -> float:
 
 
 def settings(arguments: Sequence[str], environment: Mapping[str, str]) -> Settings:
-    """What the flags say, else the environment, else the file that ``--config`` names.
+    """The settings by the flags, else the environment, else the file that ``--config`` names.
 
     Raises:
         ValueError: for a value or a key of the file that cannot be.
@@ -129,7 +129,7 @@ class Aggregator:
         self.place, self.udp_place = [*map(_place, self._servers), ""][:2]
 
     def stats(self) -> dict[str, Any]:
-        """What ``--stats`` prints."""
+        """The counters that ``--stats`` prints."""
         found, *udp = [dict(server.stats()) for server in self._servers]
         return found | ({"udp": udp[0]} if udp else {})
 

@@ -97,7 +97,7 @@ def _compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
 
 
 def count_plans(space: Space) -> int:
-    """How many plans `brute_force` would price."""
+    """The number of plans that `brute_force` would price."""
     model = space.model
     total = 0
     for micro_batch in space.micro_batches:

@@ -6,6 +6,7 @@ model describes it in a file of its own (see `fusedpg.plan.database`).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -19,7 +20,7 @@ _T5_DECODER_LAYER = 21
 
 
 class Layout(NamedTuple):
-    """How the devices of an operator hold a tensor.
+    """The division of a tensor over the devices of an operator.
 
     Args:
         replicas: devices that hold the same part.
@@ -163,23 +164,26 @@ def known_operators(model_name: str, names: Sequence[str], model: Facts) -> Oper
         model: what describes the model; of these "num_layers" is used.
     """
     names = tuple(names)
+    transformer = functools.partial(
+        Operators,
+        layer_starts=frozenset(["enc-1st-layernorm"]),
+        shared_activations=_ATTENTION_SHARES,
+        memory_main_params=2.0,
+        memory_optimizer=4.0,
+        model=model,
+    )
     if model_name == "gpt":
         layers = int(model["num_layers"])
         head, layer, tail = names[:1], names[1 : 1 + _LAYER], names[1 + _LAYER :]
-        return Operators(
+        return transformer(
             sequence=(*head, *layer * layers, *tail),
             layouts=_GPT_LAYOUTS,
-            layer_starts=frozenset(["enc-1st-layernorm"]),
             never_recomputed=frozenset(["encoder-embedding", "gpt-post-process"]),
-            shared_activations=_ATTENTION_SHARES,
-            memory_main_params=2.0,
-            memory_optimizer=4.0,
-            model=model,
         )
     if model_name == "t5":
         layers = int(model["num_layers"])
         decoder = 1 + _LAYER + 2
-        return Operators(
+        return transformer(
             sequence=(
                 *names[:1],
                 *names[1 : 1 + _LAYER] * layers,
@@ -187,14 +191,9 @@ def known_operators(model_name: str, names: Sequence[str], model: Facts) -> Oper
                 *names[decoder : decoder + _T5_DECODER_LAYER] * layers,
                 *names[decoder + _T5_DECODER_LAYER :],
             ),
-            layer_starts=frozenset(["enc-1st-layernorm"]),
             never_recomputed=frozenset(
                 ["encoder-embedding", "decoder-embedding", "t5-post-process"]
             ),
-            shared_activations=_ATTENTION_SHARES,
-            memory_main_params=2.0,
-            memory_optimizer=4.0,
-            model=model,
         )
     if model_name == "resnet":
         return Operators(
@@ -207,8 +206,6 @@ def known_operators(model_name: str, names: Sequence[str], model: Facts) -> Oper
                 for name in names
                 if name == "bn1" or "-bn3" in name or ("-downsample" in name and "0-0" not in name)
             },
-            memory_main_params=0.0,
-            memory_optimizer=2.0,
             model=model,
         )
     return None

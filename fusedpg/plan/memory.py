@@ -1,4 +1,4 @@
-"""How much memory tensors take, exactly, on devices whose allocator does not say."""
+"""Counts the memory that tensors take, on devices whose allocator does not say."""
 
 from __future__ import annotations
 

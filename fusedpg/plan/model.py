@@ -499,7 +499,7 @@ class CostModel:
     def recomputed(
         self, first: int, activations: Array, outputs: Array, flags: Array
     ) -> Recomputed:
-        """What recomputation does not keep, and what it makes again at once."""
+        """The activations that recomputation drops, and those that it makes again at once."""
         ops = len(flags)
         both = flags[:-1] & flags[1:]
         start_follows = self.is_start[first + 1 : first + ops]
@@ -550,7 +550,7 @@ class CostModel:
 
     def handed(self, activations: Array, outputs: Array, ends: Array) -> Array:
         """MB that the last operators of recomputed segments keep besides their activations."""
-        # What an operator gives is part of its activations, what passes by it is not.
+        # An operator's activations include what it gives, but not what passes by it.
         return np.where(ends, np.maximum(outputs - activations, 0.0), 0.0)
 
     def messages(self, ops: StageOps) -> tuple[float, float]:

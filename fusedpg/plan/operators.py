@@ -65,7 +65,7 @@ class Weight:
 
 @dataclass
 class Part:
-    """Which part of an operator a rank computes, and with whom."""
+    """The part of an operator that a rank computes, and the groups that it computes it with."""
 
     tp: int = 1
     dp: int = 1

@@ -233,7 +233,7 @@ class _Memory(TypedDict):
 
 
 class _Cost(_Memory):
-    """What the cache keeps of an operator."""
+    """The cost of an operator on one device."""
 
     forward_us: float
     backward_us: float
@@ -464,7 +464,7 @@ class Profiler:
         return found
 
     def _needed(self, found: Mapping[str, _Cost], algo: int) -> dict[str, list[bool]]:
-        """Which outputs of an operator stay until backward, for it or for those that use them."""
+        """Says which outputs stay until backward, for their operator or for those that use them."""
         saved = {
             name
             for op in self.model.operators
@@ -613,7 +613,7 @@ class Profiler:
         return _mean(taken[0]) * self.world_size, _mean(taken[1]) * self.world_size / 2
 
     def _shared(self) -> list[float] | None:
-        """How many ranks share a machine, and how many cores they get; None if each has one.
+        """The number of ranks on a machine, and of cores that they get; None if each has one.
 
         They get a little less than there are: the system moves processes between cores too late,
         and has work of its own.

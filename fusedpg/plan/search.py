@@ -33,7 +33,7 @@ __all__ = ["Found", "Limits", "NoPlanFits", "Search", "Step", "search"]
 # A candidate this much slower than the best may be where a later trial starts.
 _POOL_SLACK = 1.2
 _POOL_SIZE = 2000
-# How many candidates of a group are followed, best first.
+# So many candidates of a group are followed, best first.
 _BEAM = 3
 _START_WIDTHS = 3
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ class State:
 
     @property
     def counts(self) -> list[int]:
-        """How many operators each stage has."""
+        """The number of operators of each stage."""
         return [len(setting) // 2 for setting in self.settings]
 
     def numbers(self, stage: int) -> Array:
@@ -124,34 +125,22 @@ class Space:
         self._recomputation = Recomputation()
         self._starts, self._may_recompute = _layers(model)
         self._stages: dict[tuple[object, ...], tuple[StagePrice, bytes] | MissingRow] = {}
-        self._places: dict[tuple[tuple[int, ...], int], Place] = {}
-        self._widths: dict[tuple[int, int], Array] = {}
-        self._prefix: dict[tuple[int, int], Array] = {}
+        self.place = functools.cache(model.place)
+        self.settings = functools.cache(self._settings)
+        self.prefix = functools.cache(self._prefix)
 
-    def settings(self, micro_batch: int, width: int) -> Array:
+    def _settings(self, micro_batch: int, width: int) -> Array:
         """The settings for a stage of so many devices."""
-        key = (micro_batch, width)
-        if key not in self._widths:
-            self._widths[key] = np.flatnonzero(self.model.tables(micro_batch).width == width)
-        return self._widths[key]
+        return np.flatnonzero(self.model.tables(micro_batch).width == width)
 
-    def prefix(self, micro_batch: int, setting: int) -> Array:
+    def _prefix(self, micro_batch: int, setting: int) -> Array:
         """Milliseconds of all operators before each, if all have one setting."""
-        key = (micro_batch, setting)
-        if key not in self._prefix:
-            tables = self.model.tables(micro_batch)
-            kind, pair = self.model.kind, self.model.pair
-            times = tables.forward[setting, kind] + tables.backward[setting, kind]
-            times[1:] += tables.reshard_forward[pair, setting, setting]
-            times[1:] += tables.reshard_backward[pair, setting, setting]
-            self._prefix[key] = np.concatenate([[0.0], np.cumsum(times)])
-        return self._prefix[key]
-
-    def place(self, widths: tuple[int, ...], stage: int) -> Place:
-        key = (widths, stage)
-        if key not in self._places:
-            self._places[key] = self.model.place(widths, stage)
-        return self._places[key]
+        tables = self.model.tables(micro_batch)
+        kind, pair = self.model.kind, self.model.pair
+        times = tables.forward[setting, kind] + tables.backward[setting, kind]
+        times[1:] += tables.reshard_forward[pair, setting, setting]
+        times[1:] += tables.reshard_backward[pair, setting, setting]
+        return np.concatenate([[0.0], np.cumsum(times)])
 
     def stage(self, state: State, stage: int, first: int) -> tuple[StagePrice, bytes]:
         """The price of a stage, and which operators it recomputes.

@@ -44,7 +44,7 @@ class Route:
 
 
 class Placement:
-    """Which stage and which devices compute what, and by which routes values travel."""
+    """The stage and devices of every operator, and the routes by which values travel."""
 
     def __init__(self, model: Model, plan: Plan) -> None:
         plan.check(model.names)

@@ -1,4 +1,4 @@
-"""How ranks divide a dimension of rows, and what they send each other of it."""
+"""The division of a dimension of rows over ranks, and their messages about it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Blocks:
 
     @staticmethod
     def of(shape: Sequence[int], dim: int, ranks: int) -> Blocks:
-        """Of rows of this shape, whose dimension `dim` the ranks divide."""
+        """The blocks of rows of this shape, whose dimension `dim` the ranks divide."""
         rows = shape[dim] // ranks * math.prod(shape[dim + 1 :])
         return Blocks(math.prod(shape[:dim]), ranks, rows)
 

@@ -25,7 +25,7 @@ _Linear = TypeVar("_Linear", bound="ParallelLinear")
 
 
 class ParallelLinear(nn.Linear):
-    """What both layers have in common."""
+    """The common part of both layers."""
 
     _title = ""
     _weight: Placement

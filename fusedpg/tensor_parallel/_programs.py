@@ -37,7 +37,7 @@ def _dropped(x: Tensor, p: float, seed: int) -> Tensor:
     return fusion.dropout(fusion.all_reduce(x), p, seed)
 
 
-# What a fused collective needs; the cheapest schedule of a small program may be another.
+# A fused collective needs these; the cheapest schedule of a small program may be another.
 _ONE = (fusion.Split(), fusion.Reorder(), fusion.FuseCollective())
 whole_at_once = whole.scheduled(*_ONE)
 part_at_once = _part.scheduled(fusion.FuseCollective())
