@@ -169,8 +169,8 @@ def _moves(space: Space, candidate: Candidate, stage: int) -> Iterator[State]:
             if 0 <= partner < len(counts):
                 yield _moved(state, stage, partner, step)
     # Farther: all stages in between pass as many on.
-    load = [one.memory if candidate.overrun else one.time for one in candidate.stages]
-    order = sorted((one for one in range(len(counts)) if one != stage), key=lambda one: load[one])
+    others = (other for other in range(len(counts)) if other != stage)
+    order = sorted(others, key=candidate.loads.__getitem__)
     for partner in order[:2]:
         if abs(partner - stage) > 1:
             for step in _SHIFTS[:4]:

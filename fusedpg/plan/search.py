@@ -145,12 +145,10 @@ def in_short(space: Space, state: State) -> str:
     return f"micro-batch {state.micro_batch}: " + " | ".join(parts)
 
 
-def bottlenecks(space: Space, candidate: Candidate) -> list[int]:
+def bottlenecks(candidate: Candidate) -> list[int]:
     """Stages by how much they need relief: of memory if one does not fit, else of time."""
-    stages = candidate.stages
-    if candidate.overrun > 0:
-        return sorted(range(len(stages)), key=lambda one: -stages[one].memory)
-    return sorted(range(len(stages)), key=lambda one: -stages[one].time)
+    loads = candidate.loads
+    return sorted(range(len(loads)), key=lambda stage: -loads[stage])
 
 
 def groups(space: Space, candidate: Candidate, stage: int) -> Iterator[tuple[str, list[Primitive]]]:
@@ -327,7 +325,7 @@ class Search:
         if hop == self.limits.hops or here.state in self._expanded:
             return None
         self._expanded.add(here.state)
-        for stage in bottlenecks(self.space, here)[: None if hop == 0 else 1]:
+        for stage in bottlenecks(here)[: None if hop == 0 else 1]:
             for why, primitives in groups(self.space, here, stage):
                 found: list[tuple[Candidate, str]] = []
                 for primitive in primitives:

@@ -85,6 +85,11 @@ class Candidate:
     overrun: float  # MB beyond the limit
 
     @property
+    def loads(self) -> list[float]:
+        """MB of each stage if one does not fit, else milliseconds."""
+        return [stage.memory if self.overrun > 0 else stage.time for stage in self.stages]
+
+    @property
     def rank(self) -> tuple[float, float]:
         """The smaller, the better: plans that fit by time, others by how far they do not."""
         return (self.overrun, self.time)
