@@ -140,7 +140,7 @@ def after(y: Tensor, bias: Tensor, residual: Tensor, p: float) -> Tensor:
 
 
 def epilogue(context: Context, args: argparse.Namespace, size: int) -> list[Row]:
-    from fusedpg.tensor_parallel._epilogue import Place
+    from fusedpg.tensor_parallel._epilogue import Epilogue, Place
 
     rows = size // 4 // FEATURES
     features = FEATURES if rows else size // 4
@@ -165,9 +165,9 @@ def epilogue(context: Context, args: argparse.Namespace, size: int) -> list[Row]
         contribution.copy_(x)
         got = summed(backend, finish, 0.0)
         harness.require(torch.allclose(got, want, atol=1e-4), f"{arm}: {size} bytes")
-    got = place.finish(x.clone(), bias, residual, 0.0, 0)
+    got = place.finish(x.clone(), Epilogue(bias, residual))
     harness.require(torch.allclose(got, want, atol=1e-4), f"{FUSED}: {size} bytes")
-    dropped = place.finish(x.clone(), bias, residual, P, 7)
+    dropped = place.finish(x.clone(), Epilogue(bias, residual, P, 7))
     scaled = residual + (everyone.sum(0) + bias) / (1 - P)
     masked = torch.where(dropped == residual, residual, scaled)
     harness.require(torch.allclose(dropped, masked, atol=1e-4), f"{FUSED}: dropout")
@@ -182,7 +182,7 @@ def epilogue(context: Context, args: argparse.Namespace, size: int) -> list[Row]
             OURS: partial(summed, "fused", after, p),
             COMPILED: partial(summed, "fused", compiled, p),
             FUSED: lambda p=p: place.finish(  # type: ignore[misc]
-                contribution, bias, residual, p, next(seeds)
+                contribution, Epilogue(bias, residual, p, next(seeds))
             ),
         }
         found += harness.measure(context, arms, case=case, size=size, rounds=args.rounds)

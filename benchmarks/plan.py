@@ -35,7 +35,7 @@ import _harness as harness
 from fusedpg.plan import Plan, models
 from fusedpg.plan.baseline import uniform_grid
 from fusedpg.plan.database import Database
-from fusedpg.plan.model import FusedModel, StagePrice
+from fusedpg.plan.model import CostModel, StagePrice
 from fusedpg.plan.operators import Model, Part
 from fusedpg.plan.others import MOST, Others
 from fusedpg.plan.primitives import uniform_state
@@ -353,7 +353,7 @@ def by_hand(name: str) -> dict[str, Any]:
 
 
 def space(folder: Path, hosts: int, limit: float = LIMIT_MB) -> Space:
-    model = FusedModel(Database(folder, NAME, SIZE), RANKS, RANKS // hosts)
+    model = CostModel(Database(folder, NAME, SIZE), RANKS, RANKS // hosts)
     sizes = [size for size in model.micro_batch_sizes() if GLOBAL_BATCH % size == 0]
     return Space(model, GLOBAL_BATCH, sizes, limit)
 

@@ -11,11 +11,13 @@ import dataclasses
 import weakref
 import zlib
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+_T = TypeVar("_T")
 
 
 def extremes(
@@ -65,9 +67,9 @@ def same(
     return largest_of_same(value, nothing, group) is not None
 
 
-def by_rank(value: object, group: dist.ProcessGroup | None = None) -> list[Any]:
+def by_rank(value: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
     """Gathers a value of each rank, in their order: anything that can be pickled."""
-    found: list[object] = [None] * dist.get_world_size(group)
+    found = [value] * dist.get_world_size(group)
     dist.all_gather_object(found, value, group=group)
     return found
 

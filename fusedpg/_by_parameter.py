@@ -17,7 +17,7 @@ Order = tuple[int, ...] | None
 
 
 def order_in_bucket(parameter: torch.Tensor, buffer: torch.Tensor) -> Order:
-    """How a parameter's gradient lies in DDP's bucket: as the parameter did when the bucket was
+    """The order of a parameter's gradient in DDP's bucket: the parameter's when the bucket was
     made. That shows where the gradient is a view of the bucket, else it lies as it does now."""
     grad = parameter.grad
     if parameter.is_contiguous() and (grad is None or grad.is_contiguous()):
@@ -39,7 +39,7 @@ def shape_in_memory(parameter: torch.Tensor, order: Order) -> torch.Size:
 
 @dataclasses.dataclass
 class Kept:
-    """What is kept of some parameters, one after the other.
+    """A tensor that is kept for some parameters, one after the other.
 
     Attributes:
         pending: what is still to be done to the tensor before anybody else may see it.
@@ -85,7 +85,7 @@ class ByParameter:
         moved: Callable[[torch.Tensor], None] | None = None,
         always: bool = False,
     ) -> torch.Tensor:
-        """What is kept of these parameters, one after the other, in the order of their buckets.
+        """The tensor that is kept for these parameters, in the order of their buckets.
         Arguments as of ``unsettled``."""
         found = self.unsettled(name, parameters, orders, dtype, device, moved, always)
         found.settle()

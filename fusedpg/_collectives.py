@@ -22,12 +22,14 @@ class Collective(torch.autograd.Function):
     """A collective whose backward can be differentiated again: it is made of such functions."""
 
     @staticmethod
-    def forward(ctx: Any, collective: Callable[..., Results], *tensors: Tensor) -> Any:
+    def forward(
+        ctx: Any, collective: Callable[..., Results], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         results, ctx.of_gradients = collective(*tensors)
         return tuple(results)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         return None, *ctx.of_gradients(*gradients)
 
 
@@ -36,7 +38,7 @@ class _Once(Collective):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         return Collective.backward(ctx, *gradients)
 
 
@@ -44,7 +46,9 @@ class _InPlace(Collective):
     """The results are the tensors themselves."""
 
     @staticmethod
-    def forward(ctx: Any, collective: Callable[..., Results], *tensors: Tensor) -> Any:
+    def forward(
+        ctx: Any, collective: Callable[..., Results], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.mark_dirty(*tensors)
         return Collective.forward(ctx, collective, *tensors)
 

@@ -6,13 +6,14 @@ import collections
 import dataclasses
 import functools
 import multiprocessing
-import multiprocessing.connection
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -147,7 +148,7 @@ def sparse(r: Rank) -> None:
 
 def generated(r: Rank) -> None:
     @fusedpg.fuse
-    def step(g: Any, w: Any, lr: float) -> Any:
+    def step(g: Tensor, w: Tensor, lr: float) -> Tensor:
         return w - lr * torch.tanh(all_reduce(g, "mean"))
 
     g, w = (
@@ -216,7 +217,7 @@ def killed(r: Rank) -> None:
         raise AssertionError("an all_reduce without the other rank gave a result")
 
 
-Check = tuple[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+Check = tuple[str, Callable[..., object], tuple[object, ...], dict[str, object]]
 
 
 def check(name: str, function: Callable[..., object], *args: object, **options: object) -> Check:
@@ -251,7 +252,11 @@ BETWEEN_HOSTS = [
 
 
 def _rank(
-    connection: Any, rank: int, port: int, env: Mapping[str, str], work: Callable[..., object]
+    connection: Connection,
+    rank: int,
+    port: int,
+    env: Mapping[str, str],
+    work: Callable[..., object],
 ) -> None:
     os.environ.update(env)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here
@@ -259,8 +264,9 @@ def _rank(
     try:
         fusedpg.serve_gloo(False)  # it is Gloo that this compares with
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
-        where: Any = {"store": store, "rank": rank, "world_size": RANKS}
-        dist.init_process_group("fused", timeout=OPERATION, **where)
+        dist.init_process_group(
+            "fused", timeout=OPERATION, store=store, rank=rank, world_size=RANKS
+        )
         gloo = dist.new_group(backend="gloo", timeout=OPERATION)
         work(Rank(rank, RANKS, gloo), lambda *message: connection.send(message))
         connection.send(("end",))
@@ -277,8 +283,8 @@ def run(
     """Runs ``work(rank, say)`` on all ranks; ``hear`` gets the rank and its words."""
     context = multiprocessing.get_context("spawn")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    processes: list[Any] = []
-    pipes: dict[Any, int] = {}
+    processes: list[BaseProcess] = []
+    pipes: dict[Connection, int] = {}
     for rank in range(RANKS):
         here, there = context.Pipe(duplex=False)
         arguments = (there, rank, store.port, env(rank), work)
@@ -289,13 +295,12 @@ def run(
     deadline = time.monotonic() + SCENARIO
     try:
         while pipes:
-            ready: list[Any] = multiprocessing.connection.wait(
-                list(pipes), deadline - time.monotonic()
-            )
+            ready = wait(list(pipes), deadline - time.monotonic())
             if not ready:
                 hear(-1, "error", f"ranks {list(pipes.values())} hang")
                 return
             for pipe in ready:
+                assert isinstance(pipe, Connection)
                 try:
                     message = pipe.recv()
                 except EOFError:
@@ -369,7 +374,7 @@ def run_check() -> int:
 # --- figures
 
 
-def _timed(function: Callable[[], Any], seconds: float) -> float:
+def _timed(function: Callable[[], object], seconds: float) -> float:
     """Median seconds of a call, of the slowest rank; all ranks call equally often."""
     function()
     times: list[float] = []
@@ -394,7 +399,6 @@ def _arms(r: Rank, count: int) -> dict[str, dict[str, Callable[[], object]]]:
     grads = fusedpg.empty(count).fill_(1e-3)
     _, length = fusedpg.shard_range(count, r.size, r.rank)
     m, v, step = torch.zeros(length), torch.zeros(length), torch.zeros(())
-    hyper: Any = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "weight_decay": 1e-2, "eps": 1e-8}
     param = nn.Parameter(torch.zeros(count))
     param.grad = torch.full((count,), 1e-3)
     adamw = torch.optim.AdamW([param], fused=True)
@@ -406,7 +410,10 @@ def _arms(r: Rank, count: int) -> dict[str, dict[str, Callable[[], object]]]:
         adamw.step()
 
     def fused() -> None:
-        fusedpg.fused_adamw_([arena], [grads], [m], [v], [], [step], **hyper)
+        fusedpg.fused_adamw_(
+            *([arena], [grads], [m], [v], [], [step]),
+            lr=1e-3, beta1=0.9, beta2=0.999, weight_decay=1e-2, eps=1e-8,
+        )  # fmt: skip
 
     return {
         "all_reduce": {
@@ -426,13 +433,14 @@ def _run_bench(sizes: tuple[int, ...], seconds: float, r: Rank, say: Callable[..
 
 
 def _rows(sizes: tuple[int, ...], seconds: float) -> list[tuple[str, int, dict[str, float]]]:
-    rows: list[Any] = []
+    rows: list[tuple[str, int, dict[str, float]]] = []
 
-    def hear(rank: int, kind: str, *words: object) -> None:
+    def hear(rank: int, kind: str, *words: Any) -> None:
         if kind == "error":
             raise RuntimeError(words[0])
         if kind == "row" and rank == 0:
-            rows.append(words)
+            name, size, times = words
+            rows.append((name, size, times))
 
     run(functools.partial(_run_bench, sizes, seconds), _one_host, hear)
     return rows

@@ -20,7 +20,7 @@ def lock() -> threading.Lock:
     return made
 
 
-def rlock() -> Any:
+def rlock() -> threading.RLock:
     """The same, for a thread that takes it again."""
     made = threading.RLock()
     _locks.add(made)

@@ -1,11 +1,12 @@
-"""What ``fusedpg.stats`` and ``fusedpg.group_info`` say, as text that Prometheus reads."""
+"""``fusedpg.stats`` and ``fusedpg.group_info`` as text that Prometheus reads."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch.distributed as dist
+
+from fusedpg._types import Stats
 
 _COUNTERS = {
     "calls": "Finished calls by operation and by the way of their data.",
@@ -28,9 +29,7 @@ def _line(name: str, labels: Mapping[str, object], value: object) -> str:
     return f"fusedpg_{name}{{{inside}}} {value}"
 
 
-def _lines(
-    where: dict[str, object], info: Mapping[str, object], stats: Mapping[str, Any]
-) -> Iterator[str]:
+def _lines(where: dict[str, object], info: Mapping[str, object], stats: Stats) -> Iterator[str]:
     yield "# TYPE fusedpg_group info"
     yield "# HELP fusedpg_group What connects the ranks of the group."
     about = {"engine": info["engine"], "transport": info.get("transport", ""), "isa": info["isa"]}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -17,11 +16,13 @@ from torch.distributed import distributed_c10d as c10d
 from fusedpg._registration import BACKEND
 from fusedpg.functional import _is_ours
 
-# How many groups of a purpose were made of a group: all of its ranks agree in that.
-_made: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
+# The number of groups of a purpose that were made of a group: all of its ranks agree in that.
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, int]] = weakref.WeakKeyDictionary()
 
 
-def make(parent: dist.ProcessGroup, purpose: str, members: Sequence[int] | None = None) -> Any:
+def make(
+    parent: dist.ProcessGroup, purpose: str, members: Sequence[int] | None = None
+) -> dist.ProcessGroup:
     """A collective of the members, in their order, with the parent's backend and time limit.
 
     Args:
@@ -38,7 +39,7 @@ def make(parent: dist.ProcessGroup, purpose: str, members: Sequence[int] | None 
     helper = getattr(c10d, "_new_process_group_helper", None)
     if helper is None:  # a torch that has not been tried: right where all know as many groups
         return dist.new_group(ranks, timeout, backend, use_local_synchronization=True)
-    # What new_group does once it has a name.
+    # As new_group does once it has a name.
     group, _ = helper(
         len(ranks),
         ranks.index(dist.get_rank()),

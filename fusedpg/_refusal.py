@@ -1,4 +1,4 @@
-"""What one rank raises before it has begun an operation of a group, its peers hear.
+"""Tells the peers of a rank that it has raised before it began an operation of a group.
 
 They may wait in that operation, or come to it later: there they raise, too, with the reason. The
 group itself does this for what it checks; here is what Python adds for what it checks before.
@@ -17,7 +17,7 @@ from fusedpg._registration import load_extension
 
 
 def shared_errors() -> int:
-    """How many errors this thread has had that all ranks of a group have alike."""
+    """The number of errors of this thread that all ranks of a group have alike."""
     return int(load_extension()._shared_errors())
 
 

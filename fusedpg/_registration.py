@@ -1,4 +1,4 @@
-"""How torch.distributed learns about the backend, and how the extension is loaded."""
+"""Registers the backend with torch.distributed, and loads the extension."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import Backend
+
+    from fusedpg._C import ProcessGroupFused
 
 BACKEND = "fused"
 DEVICES = ["cpu", "cuda"]
@@ -41,7 +47,7 @@ def built_for() -> list[str]:
 
 
 def _hidden_installation() -> str:
-    """What to do if this package, in the current folder, hides one that pip has installed."""
+    """Advice where this package, in the current folder, hides one that pip has installed."""
     here = Path(__file__).resolve().parent.parent
     others = [path for path in sys.path if Path(path).resolve() != here]
     found = importlib.machinery.PathFinder.find_spec("fusedpg", others)
@@ -146,7 +152,7 @@ def _end_at_exit() -> None:
         _extension._end_at_exit(text)
 
 
-def _make_delegate(device: str, store: Any, rank: int, size: int, options: Any) -> Any:
+def _make_delegate(device: str, store: dist.Store, rank: int, size: int, options: Any) -> Backend:
     """The backend that does what the native engines do not.
 
     Args:
@@ -181,7 +187,7 @@ def _make_delegate(device: str, store: Any, rank: int, size: int, options: Any) 
     return group
 
 
-def create(dist_options: Any, pg_options: Any = None) -> Any:
+def create(dist_options: Any, pg_options: object = None) -> ProcessGroupFused:
     """Creator function of the backend, as ``Backend.register_backend`` wants it.
 
     Args:
@@ -209,7 +215,7 @@ def create(dist_options: Any, pg_options: Any = None) -> Any:
     )
 
 
-def _world(module: ModuleType) -> Any:
+def _world(module: ModuleType) -> ProcessGroupFused | None:
     """The default group's backend, if it is ours: ranks of one host know each other from there."""
     import torch
     import torch.distributed as dist
@@ -231,7 +237,7 @@ def _explain_torchcomms() -> None:
     if original is None or hasattr(original, "fusedpg"):
         return  # there is no torchcomms
 
-    def new_comm(*args: object, **kwargs: object) -> Any:
+    def new_comm(*args: object, **kwargs: object) -> object:
         if args[:1] == (BACKEND,):
             raise RuntimeError(
                 "fused: TORCH_DISTRIBUTED_USE_TORCHCOMMS sends every group to torchcomms, which "

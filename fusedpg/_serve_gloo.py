@@ -100,7 +100,7 @@ def serve_gloo(on: bool = True) -> None:
 
 
 def serve_where_asked() -> None:
-    """What ``FUSEDPG_SERVE_GLOO`` says; it is read when fusedpg is imported."""
+    """Serves "gloo" if ``FUSEDPG_SERVE_GLOO`` says so; it is read when fusedpg is imported."""
     value = os.environ.get("FUSEDPG_SERVE_GLOO", "")
     if value not in ("", "0", "1"):
         raise ValueError(f"fused: FUSEDPG_SERVE_GLOO must be 0 or 1, got {value}")
@@ -119,23 +119,25 @@ def describe() -> str:
 class _Class(type(Gloo)):  # type: ignore[misc]
     """The metaclass of the class that stands for Gloo's."""
 
-    def __new__(mcs, name: str, bases: tuple[Any, ...], body: dict[str, Any], **more: Any) -> Any:
+    def __new__(
+        mcs, name: str, bases: tuple[type, ...], body: dict[str, object], **more: Any
+    ) -> type:
         if "ProcessGroupGloo" not in globals():
             return super().__new__(mcs, name, bases, body)
         # A user's subclass: it is one of torch's class, and stays real.
         bases = tuple(Gloo if base is ProcessGroupGloo else base for base in bases)
         return types.new_class(name, bases, more, lambda space: space.update(body))
 
-    def __getattribute__(cls, name: str) -> Any:
+    def __getattribute__(cls, name: str) -> object:
         return getattr(Gloo, name)
 
     def __setattr__(cls, name: str, value: object) -> None:
         setattr(Gloo, name, value)
 
-    def __call__(cls, *args: object, **kwargs: object) -> Any:
+    def __call__(cls, *args: object, **kwargs: object) -> object:
         return _make(*args, **kwargs)
 
-    def __instancecheck__(cls, instance: Any) -> bool:
+    def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, Gloo) or _is_served(instance)
 
     def __subclasscheck__(cls, other: type) -> bool:
@@ -152,7 +154,7 @@ class ProcessGroupGloo(metaclass=_Class):
     """Stands for torch's class while we serve."""
 
 
-def _is_served(backend: Any) -> bool:
+def _is_served(backend: object) -> bool:
     module = loaded_extension()
     return (
         module is not None
@@ -161,7 +163,7 @@ def _is_served(backend: Any) -> bool:
     )
 
 
-def _wrap(wrapped_pg: Any, *args: object, **kwargs: object) -> Any:
+def _wrap(wrapped_pg: object, *args: object, **kwargs: object) -> object:
     """TORCH_DISTRIBUTED_DEBUG=DETAIL puts a wrapper around a backend, which compares calls.
 
     Our groups compare them anyway. And DDP's logger takes the wrapper, too, for torch's class: a
@@ -176,8 +178,8 @@ def _wrap(wrapped_pg: Any, *args: object, **kwargs: object) -> Any:
         _here.real = False
 
 
-def _make(*args: Any, **kwargs: Any) -> Any:
-    """What a call of the class gives: our group, or Gloo's."""
+def _make(*args: Any, **kwargs: Any) -> object:
+    """The result of a call of the class: our group, or Gloo's."""
     if _here.real or not serving():
         return Gloo(*args, **kwargs)
     try:
@@ -198,9 +200,9 @@ def _arguments(
     store: dist.Store,
     rank: int,
     size: int,
-    timeout: Any = c10d.default_pg_timeout,
+    timeout: object = c10d.default_pg_timeout,
     enable_reconfigure: bool = False,  # since torch 2.14
-) -> tuple[Any, int, int, timedelta | None]:
+) -> tuple[dist.Store, int, int, timedelta | None]:
     """The arguments; the timeout is None if only Gloo can do what they ask for."""
     if isinstance(timeout, Gloo._Options) or enable_reconfigure:
         return store, rank, size, None
@@ -211,7 +213,7 @@ def _arguments(
 
 def _serve(
     store: dist.Store, rank: int, size: int, timeout: timedelta, left: timedelta, cuda: bool
-) -> Any:
+) -> object:
     module = load_extension()
     options = module.Options(timeout=left, _name="gloo", _gloo_for_cuda=cuda)
     if not cuda:
@@ -260,7 +262,7 @@ def _can_agree(store: dist.Store) -> bool:
 def _agreement(
     store: dist.Store, rank: int, size: int, timeout: timedelta | None
 ) -> Iterator[tuple[str, timedelta]]:
-    """What all ranks make, "serve", "serve cuda" or why not, and what is left of the time.
+    """The decision of all ranks, "serve", "serve cuda" or why not, and the rest of the time.
 
     Each rank says what it wants, and rank 0 decides when it has heard all. Any rank may decide for
     Gloo as soon as it knows that one cannot serve. The first decision in the store counts. Keys are
@@ -268,7 +270,7 @@ def _agreement(
     """
     ours = dist.PrefixStore("fusedpg-serve", store)
     refusal = "options or enable_reconfigure were given" if timeout is None else _refusal()
-    # Which may change from one group to the next, and is too much where ranks are on several hosts.
+    # This may change from one group to the next, and asks for too much where hosts are several.
     refusal = refusal or load_extension()._shared_memory_refusal(size)
     seconds = min((timeout or c10d.default_pg_timeout).total_seconds(), _LONGEST)
     deadline = time.monotonic() + seconds
@@ -290,12 +292,14 @@ def _agreement(
                 ours.delete_key(key)
 
 
-def _decide(ours: Any, decision: str) -> str:
+def _decide(ours: dist.Store, decision: str) -> str:
     """Writes a decision unless there is one; the one that counts."""
     return str(ours.compare_set(_DECISION, "", decision).decode())
 
 
-def _await(store: Any, ours: Any, rank: int, size: int, deadline: float, seconds: float) -> str:
+def _await(
+    store: dist.Store, ours: dist.Store, rank: int, size: int, deadline: float, seconds: float
+) -> str:
     """The decision, which may become this rank's to make.
 
     Args:
@@ -328,8 +332,9 @@ def _await(store: Any, ours: Any, rank: int, size: int, deadline: float, seconds
     )
 
 
-def _missing(ours: Any, keys: list[str]) -> str:
-    """Who has not come. The first to ask finds it; later ones would miss those that have left."""
+def _missing(ours: dist.Store, keys: list[str]) -> str:
+    """Names the ranks that have not come. The first to ask finds them; later ones would miss those
+    that have left."""
     if ours.check([_MISSING]):
         return str(ours.get(_MISSING).decode())
     came: list[str] = []

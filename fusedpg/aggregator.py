@@ -9,6 +9,7 @@ FUSEDPG_AGGREGATOR_KEY, send it what is to be added up. See docs/operate/aggrega
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -24,13 +25,14 @@ if importlib.util.find_spec("fusedpg._aggregator") is None:
     raise not_built()
 from fusedpg import _aggregator
 
+_Server = _aggregator.Aggregator | _aggregator.UdpAggregator
 _SIGNALS = {signal.SIGTERM, signal.SIGINT}
 _DEFAULT_LISTEN = "127.0.0.1:4711"
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Of one aggregator.
+    """The settings of one aggregator.
 
     Attributes:
         listen: ``"host:port"``, or ``"[host]:port"``; port 0: one that is free.
@@ -45,18 +47,18 @@ class Settings:
     udp: str = ""
 
 
-def _seconds(value: Any) -> float:
-    try:
-        seconds = -1.0 if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
-        seconds = -1.0
+def _seconds(value: object) -> float:
+    seconds = -1.0
+    if isinstance(value, int | float | str) and not isinstance(value, bool):
+        with contextlib.suppress(ValueError):
+            seconds = float(value)
     if not 0 <= seconds <= 1e6:
         raise ValueError(f"stats is a number of seconds from 0 to 1e6, got {value!r}")
     return seconds
 
 
 def settings(arguments: Sequence[str], environment: Mapping[str, str]) -> Settings:
-    """What the flags say, else the environment, else the file that ``--config`` names.
+    """The settings by the flags, else the environment, else the file that ``--config`` names.
 
     Raises:
         ValueError: for a value or a key of the file that cannot be.
@@ -121,14 +123,13 @@ class Aggregator:
 
     def __init__(self, listen: str = "127.0.0.1:0", *, udp: str = "", key: str = "") -> None:
         key = key or _environment()["key"]
-        self._servers: list[_aggregator.Aggregator | _aggregator.UdpAggregator]
-        self._servers = [_aggregator.Aggregator(listen, key)]
+        self._servers: list[_Server] = [_aggregator.Aggregator(listen, key)]
         if udp:
             self._servers.append(_aggregator.UdpAggregator(udp, key))
         self.place, self.udp_place = [*map(_place, self._servers), ""][:2]
 
     def stats(self) -> dict[str, Any]:
-        """What ``--stats`` prints."""
+        """The counters that ``--stats`` prints."""
         found, *udp = [dict(server.stats()) for server in self._servers]
         return found | ({"udp": udp[0]} if udp else {})
 
@@ -179,7 +180,7 @@ def run(chosen: Settings) -> None:
         report()
 
 
-def _place(server: Any) -> str:
+def _place(server: _Server) -> str:
     host, port = server.address.split()
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 

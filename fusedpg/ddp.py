@@ -4,7 +4,6 @@ No postponed annotations here: DDP inspects those of its hooks.
 """
 
 import dataclasses
-from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -69,5 +68,7 @@ def block_sparse_hook(
         threshold=state.threshold / size,
         residual=residual,
     )
-    future = cast("Any", work).get_future()
-    return cast("torch.futures.Future[torch.Tensor]", future.then(lambda done: done.value()[0]))
+    assert work is not None  # it is asynchronous
+    result: torch.futures.Future[torch.Tensor]
+    result = work.get_future().then(lambda done: done.value()[0])
+    return result

@@ -1,4 +1,4 @@
-"""What adds up a message over all workers."""
+"""Backends add up messages over all workers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Backend(abc.ABC):
 
     @property
     def num_workers(self) -> int:
-        """How many add up."""
+        """The number of workers that add up."""
         return self.config.num_workers or 1
 
     @property
@@ -63,7 +63,7 @@ class Backend(abc.ABC):
         raise NotImplementedError
 
     def counters(self, thread: int) -> dict[str, int]:
-        """What it counts for a thread, if anything."""
+        """A thread's counters, if the backend has some."""
         return {}
 
     def cleanup_worker(self, thread: int) -> None:  # noqa: B027
@@ -74,7 +74,7 @@ class Backend(abc.ABC):
 
 
 class _OfGroup(Backend):
-    """Whose workers are the ranks of a process group."""
+    """A backend whose workers are the ranks of a process group."""
 
     group: dist.ProcessGroup
 
@@ -108,7 +108,7 @@ class Group(_OfGroup):
 
     def __init__(self, config: Config, group: dist.ProcessGroup | None) -> None:
         super().__init__(config, group)
-        self._groups: list[Any] = []
+        self._groups: list[dist.ProcessGroup] = []
 
     def setup_worker(self, thread: int) -> None:
         self._groups.append(_own_group.make(self.group, f"fusedpg.aggregation/{thread}"))
@@ -254,7 +254,7 @@ class Dummy(Backend):
             message.entries.mul_(self.num_workers)
 
 
-Make = Callable[[Config, Any], Backend]
+Make = Callable[[Config, dist.ProcessGroup | None], Backend]
 _by_name: dict[str, Make] = {"group": Group, "udp": Udp, "dummy": Dummy}
 
 

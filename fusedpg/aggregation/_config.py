@@ -1,4 +1,4 @@
-"""What a context is configured by: SwitchML's keys, in a file, the environment or the program."""
+"""A context's configuration: SwitchML's keys, in a file, the environment or the program."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def _listed(names: set[str]) -> str:
     return ", ".join(sorted(names))
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> Mapping[str, object]:
     """Values by key, as ``section.name``; in a TOML file without a section, ``name``."""
     if path.suffix == ".toml":
         try:
@@ -187,11 +187,11 @@ def read_sections(text: str, where: str) -> dict[str, str]:
             for key, value in parser.items(section)}  # fmt: skip
 
 
-def controller(values: Mapping[str, str]) -> str | None:
+def controller(values: Mapping[str, object]) -> str | None:
     """The ``host:port`` that a file names as that of SwitchML's controller, if it does."""
     if not any(key in values for key in CONTROLLER):
         return None
-    host = values.get("general.controller_ip", "127.0.0.1")
+    host = str(values.get("general.controller_ip", "127.0.0.1"))
     port = values.get("general.controller_port", _CONTROLLER_PORT)
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
@@ -215,7 +215,7 @@ def parameter(key: str, where: str) -> str | None:
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
-def _value(name: str, value: object, where: str) -> Any:
+def _value(name: str, value: object, where: str) -> bool | float | str | int:
     kind = next(field.type for field in dataclasses.fields(Config) if field.name == name)
     text = str(value).strip()
     try:

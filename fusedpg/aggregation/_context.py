@@ -26,7 +26,7 @@ class ContextState(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Stats:
-    """What a context has done so far.
+    """The counters of a context.
 
     Attributes:
         jobs_submitted, jobs_finished, jobs_failed: numbers of jobs.
@@ -84,7 +84,7 @@ class Context:
 
     @property
     def num_workers(self) -> int:
-        """Of a context that has been started."""
+        """The number of workers; the context has to be started."""
         return self._backend.num_workers
 
     def start(self) -> Context:

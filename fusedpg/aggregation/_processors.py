@@ -1,4 +1,4 @@
-"""What of a slice travels: its elements, or integers with exponents."""
+"""Processors turn slices into messages: their elements, or integers with exponents."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ class PrePostProcessor(abc.ABC):
     @property
     @abc.abstractmethod
     def batches(self) -> int:
-        """How many batches of packets the slice makes; the same on all workers."""
+        """The number of batches of packets that the slice makes; the same on all workers."""
 
     @abc.abstractmethod
     def preprocess(self, batch: int) -> Message:
-        """What batch number ``batch`` sends."""
+        """The message of batch number ``batch``."""
 
     @abc.abstractmethod
     def postprocess(self, batch: int, message: Message) -> None:

@@ -1,4 +1,4 @@
-"""Which thread does which slice of which job, and when."""
+"""Schedulers say which thread does which slice of which job, and when."""
 
 from __future__ import annotations
 

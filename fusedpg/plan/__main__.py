@@ -13,7 +13,7 @@ COMMANDS = {
     "profile": ("fusedpg.plan.profile", "measure a model's operators and this machine's messages"),
     "search": ("fusedpg.plan.command_search", "find the plans that take least time"),
     "explain": ("fusedpg.plan.command_explain", "say what a plan costs, and how it was found"),
-    "baseline": ("fusedpg.plan.command_baseline", "find plans in ways that are not a search"),
+    "baseline": ("fusedpg.plan.baseline", "find plans in ways that are not a search"),
     "train": ("fusedpg.plan.train", "train as a plan says"),
     "report": ("fusedpg.plan.report", "compare what was predicted with what was measured"),
 }

@@ -1,18 +1,26 @@
-"""Plans found without a search, to compare it with: uniform grids, all plans, and equal borders."""
+"""``python -m fusedpg.plan baseline``: plans found without a search, to compare it with.
+
+They are uniform grids, all plans, and equal borders.
+"""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import itertools
 import math
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 
-from fusedpg.plan.config import Plan
+from fusedpg.plan.command_search import add_space_arguments, plan_space
+from fusedpg.plan.config import Plan, positive_integer
 from fusedpg.plan.database import MissingRow
 from fusedpg.plan.model import StagePrice
 from fusedpg.plan.primitives import best_setting, uniform_state
+from fusedpg.plan.search import NoPlanFits
 from fusedpg.plan.space import Candidate, Space, State, packed
 
 __all__ = ["TooMany", "brute_force", "dynamic_programming", "uniform_grid"]
@@ -62,29 +70,13 @@ def uniform_grid(space: Space) -> list[Plan]:
 
 def _with_and_without_recomputation(space: Space, state: State) -> Iterator[Plan]:
     """The plans of a state that fit."""
-    model = space.model
-    settings = model.tables(state.micro_batch).settings[int(state.numbers(0)[0])]
-    counts = state.counts
-    may = model.may_recompute.astype(int)
-    borders = list(itertools.pairwise([0, *itertools.accumulate(counts)]))
+    may = space.model.may_recompute.astype(np.uint8)
+    borders = list(itertools.pairwise(itertools.accumulate(state.counts, initial=0)))
     for recompute in (False, True):
-        plan = Plan(
-            model_name=model.database.model_name,
-            model_size=model.database.model_size,
-            global_batch_size=space.global_batch,
-            micro_batch_size=state.micro_batch,
-            num_gpus=state.widths,
-            num_ops_in_each_stage=tuple(counts),
-            model_parallel_size_of_each_op=tuple((settings[0],) * n for n in counts),
-            data_parallel_size_of_each_op=tuple((settings[1],) * n for n in counts),
-            recompute_ops=tuple(
-                tuple((may[first:end] * recompute).tolist()) for first, end in borders
-            ),
-            algo_of_each_op=tuple((settings[2],) * n for n in counts),
-            model=model.database.operators.model,
-        )
+        flags = [bytes(may[first:end] * recompute) for first, end in borders]
+        plan = space.plan_of(state, flags)
         try:
-            price = model.price(plan)
+            price = space.model.price(plan)
         except MissingRow as error:
             space.left_out[str(error)] = space.left_out.get(str(error), 0) + 1
             continue
@@ -105,7 +97,7 @@ def _compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
 
 
 def count_plans(space: Space) -> int:
-    """How many plans `brute_force` would price."""
+    """The number of plans that `brute_force` would price."""
     model = space.model
     total = 0
     for micro_batch in space.micro_batches:
@@ -152,17 +144,11 @@ def brute_force(space: Space, most: int = 1_000_000) -> Plan | None:
                         first += count
                     for choice in itertools.product(*every):
                         space.priced += 1
-                        time = model.iteration([one[0] for one in choice], micro_batches)
+                        prices, settings, flags = zip(*choice)
+                        time = model.iteration(prices, micro_batches)
                         if best is None or time < best[0]:
-                            candidate = Candidate(
-                                State(micro_batch, widths, tuple(one[1] for one in choice)),
-                                tuple(one[0] for one in choice),
-                                tuple(one[2] for one in choice),
-                                time,
-                                0.0,
-                                0.0,
-                            )
-                            best = time, space.plan(candidate)
+                            state = State(micro_batch, widths, settings)
+                            best = time, space.plan_of(state, flags, prices)
     return None if best is None else best[1]
 
 
@@ -258,3 +244,45 @@ def _best_borders(space: Space, micro_batch: int, stages: int) -> State | None:
     if borders[-1] not in reached:
         return None
     return State(micro_batch, widths, reached[borders[-1]][2])
+
+
+# --- the command --------------------------------------------------------------------------
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "kind",
+        choices=("uniform", "brute-force", "borders"),
+        help="Megatron's grid; all plans of a small model; borders by dynamic programming",
+    )
+    add_space_arguments(parser)
+    parser.add_argument(
+        "--most-plans", type=positive_integer, default=1_000_000, help="of brute-force"
+    )
+    parser.add_argument("--output", type=Path, help="the plan's file (JSON)")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    space = plan_space(arguments)
+    begun = time.monotonic()
+    if arguments.kind == "uniform":
+        plan = next(iter(uniform_grid(space)), None)
+    elif arguments.kind == "borders":
+        plan = dynamic_programming(space)
+    else:
+        plan = brute_force(space, arguments.most_plans)
+    seconds = time.monotonic() - begun
+    for reason, count in sorted(space.left_out.items()):
+        print(f"left out {count:,} plans: {reason}")
+    if plan is None:
+        raise NoPlanFits(f"no plan of the baseline {arguments.kind} fits")
+    assert plan.predicted is not None
+    print(
+        f"{plan.predicted.time_ms:,.2f} ms an iteration, "
+        f"{max(plan.predicted.stage_memory_mb):,.2f} MB, {plan.num_stages} stages on "
+        f"{list(plan.num_gpus)}, micro-batch {plan.micro_batch_size}; {space.priced:,} plans "
+        f"priced in {seconds:.1f} s"
+    )
+    if arguments.output is not None:
+        plan.save(arguments.output)
+    return 0

@@ -6,9 +6,12 @@ model describes it in a file of its own (see `fusedpg.plan.database`).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from fusedpg.plan.config import Facts
 
 __all__ = ["Layout", "Operators", "known_operators", "layout"]
 
@@ -17,7 +20,7 @@ _T5_DECODER_LAYER = 21
 
 
 class Layout(NamedTuple):
-    """How the devices of an operator hold a tensor.
+    """The division of a tensor over the devices of an operator.
 
     Args:
         replicas: devices that hold the same part.
@@ -75,7 +78,7 @@ class Operators:
     memory_main_params: float = 0.0
     memory_optimizer: float = 2.0
     optimizer_divides: bool = False
-    model: Mapping[str, Any] = field(default_factory=dict)
+    model: Facts = field(default_factory=dict)
 
 
 _COLUMN = ("replicated", "hidden")
@@ -102,7 +105,7 @@ _GPT_LAYOUTS: dict[str, Sequence[tuple[str | None, str | None]]] = {
 _ATTENTION_SHARES = {"enc-attention-softmax": 0.0, "enc-attention-dropout": 1.5}
 
 
-def gpt_facts(layers: int, length: int, heads: int, hidden: int) -> dict[str, Any]:
+def gpt_facts(layers: int, length: int, heads: int, hidden: int) -> Facts:
     return {
         "num_layers": layers,
         "seq_length": length,
@@ -112,7 +115,7 @@ def gpt_facts(layers: int, length: int, heads: int, hidden: int) -> dict[str, An
     }
 
 
-def _t5(layers: int, heads: int, channels: int, feed_forward: int) -> dict[str, object]:
+def _t5(layers: int, heads: int, channels: int, feed_forward: int) -> Facts:
     return {
         "num_layers": layers,
         "encoder_seq_length": 2048,
@@ -125,12 +128,12 @@ def _t5(layers: int, heads: int, channels: int, feed_forward: int) -> dict[str, 
     }
 
 
-def _resnet(blocks: Sequence[int], channels: int, width: int) -> dict[str, object]:
+def _resnet(blocks: Sequence[int], channels: int, width: int) -> Facts:
     return {"num_layers": list(blocks), "in_channels": channels, "width_factor": width}
 
 
 # The sizes of Aceso's experiments, as its files of plans describe them.
-MODELS: dict[tuple[str, str], dict[str, Any]] = {
+MODELS: dict[tuple[str, str], Facts] = {
     ("gpt", "350M"): gpt_facts(24, 2048, 16, 1024),
     ("gpt", "1_3B"): gpt_facts(24, 2048, 32, 2048),
     ("gpt", "2_6B"): gpt_facts(32, 2048, 32, 2560),
@@ -152,9 +155,7 @@ MODELS: dict[tuple[str, str], dict[str, Any]] = {
 }
 
 
-def known_operators(
-    model_name: str, names: Sequence[str], model: Mapping[str, Any]
-) -> Operators | None:
+def known_operators(model_name: str, names: Sequence[str], model: Facts) -> Operators | None:
     """The operators of one of Aceso's models; None for other names.
 
     Args:
@@ -163,23 +164,26 @@ def known_operators(
         model: what describes the model; of these "num_layers" is used.
     """
     names = tuple(names)
+    transformer = functools.partial(
+        Operators,
+        layer_starts=frozenset(["enc-1st-layernorm"]),
+        shared_activations=_ATTENTION_SHARES,
+        memory_main_params=2.0,
+        memory_optimizer=4.0,
+        model=model,
+    )
     if model_name == "gpt":
         layers = int(model["num_layers"])
         head, layer, tail = names[:1], names[1 : 1 + _LAYER], names[1 + _LAYER :]
-        return Operators(
+        return transformer(
             sequence=(*head, *layer * layers, *tail),
             layouts=_GPT_LAYOUTS,
-            layer_starts=frozenset(["enc-1st-layernorm"]),
             never_recomputed=frozenset(["encoder-embedding", "gpt-post-process"]),
-            shared_activations=_ATTENTION_SHARES,
-            memory_main_params=2.0,
-            memory_optimizer=4.0,
-            model=model,
         )
     if model_name == "t5":
         layers = int(model["num_layers"])
         decoder = 1 + _LAYER + 2
-        return Operators(
+        return transformer(
             sequence=(
                 *names[:1],
                 *names[1 : 1 + _LAYER] * layers,
@@ -187,14 +191,9 @@ def known_operators(
                 *names[decoder : decoder + _T5_DECODER_LAYER] * layers,
                 *names[decoder + _T5_DECODER_LAYER :],
             ),
-            layer_starts=frozenset(["enc-1st-layernorm"]),
             never_recomputed=frozenset(
                 ["encoder-embedding", "decoder-embedding", "t5-post-process"]
             ),
-            shared_activations=_ATTENTION_SHARES,
-            memory_main_params=2.0,
-            memory_optimizer=4.0,
-            model=model,
         )
     if model_name == "resnet":
         return Operators(
@@ -207,8 +206,6 @@ def known_operators(
                 for name in names
                 if name == "bn1" or "-bn3" in name or ("-downsample" in name and "0-0" not in name)
             },
-            memory_main_params=0.0,
-            memory_optimizer=2.0,
             model=model,
         )
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from pathlib import Path
 
@@ -39,25 +40,16 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _runs(values: list[tuple[int, ...]]) -> list[tuple[int, tuple[int, ...]]]:
-    """How often each value comes in a row."""
-    runs: list[tuple[int, tuple[int, ...]]] = []
-    for value in values:
-        if runs and runs[-1][1] == value:
-            runs[-1] = (runs[-1][0] + 1, value)
-        else:
-            runs.append((1, value))
-    return runs
-
-
 def _describe(plan: Plan, stage: int) -> None:
     columns = zip(
         plan.model_parallel_size_of_each_op[stage],
         plan.data_parallel_size_of_each_op[stage],
         plan.algo_of_each_op[stage],
     )
-    runs = _runs([tuple(column) for column in columns])
-    said = [f"{n} with tp {tp} dp {dp}" + (" algo 1" if algo else "") for n, (tp, dp, algo) in runs]
+    said = [
+        f"{len(list(run))} with tp {tp} dp {dp}" + (" algo 1" if algo else "")
+        for (tp, dp, algo), run in itertools.groupby(columns)
+    ]
     if len(said) > 8:
         said = [*said[:8], f"{len(said) - 8} more runs"]
     recomputed = sum(plan.recompute_ops[stage])

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import json
 import os
 import sys
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
+from fusedpg.plan.aceso import AcesoModel
 from fusedpg.plan.config import positive_integer, positive_number
 from fusedpg.plan.database import Database
-from fusedpg.plan.model import COST_MODELS, CostModel
+from fusedpg.plan.model import CostModel
 from fusedpg.plan.search import Found, Limits, best_plans, search
 from fusedpg.plan.space import Space
 
+COST_MODELS: dict[str, type[CostModel]] = {"aceso": AcesoModel, "fusedpg": CostModel}
 # Aceso's bound on the stages that it tries.
 _MOST_STAGES = 16
 
@@ -40,7 +41,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_space_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which plans there are."""
+    """Adds the arguments that say which plans there are."""
     add_model_arguments(parser)
     parser.add_argument(
         "--global-batch", type=positive_integer, required=True, help="samples of an iteration"
@@ -152,35 +153,27 @@ def _summary(found: list[Found], seconds: float, record: Path) -> None:
         print(f"left out {count:,} plans: {reason}")
 
 
-class _Lines:
-    """Progress as a bar with the best time so far."""
-
-    def __init__(self, total: int) -> None:
-        from rich.console import Console
-        from rich.progress import Progress
-
-        # Without a thread that refreshes it, since the search forks.
-        self._bar = Progress(console=Console(stderr=True), auto_refresh=False)
-        self._task = self._bar.add_task("searching", total=total)
-        self._done: dict[int, int] = {}
-        self._best = float("inf")
-
-    def __enter__(self) -> Callable[[int, int, float], None]:
-        self._bar.start()
-        return self._tell
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def _tell(self, stages: int, trial: int, best: float) -> None:
-        self._done[stages] = trial
-        self._best = min(self._best, best)
-        said = f"best {self._best:,.1f} ms" if self._best < float("inf") else "none fits yet"
-        completed = sum(self._done.values())
-        self._bar.update(self._task, completed=completed, description=said, refresh=True)
-
-
-def _progress(quiet: bool, total: int) -> Any:
+@contextlib.contextmanager
+def _progress(quiet: bool, total: int) -> Iterator[Callable[[int, int, float], None] | None]:
+    """A function that shows a bar with the best time so far; None where nobody sees it."""
     if quiet or not sys.stderr.isatty():
-        return nullcontext()
-    return _Lines(total)
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    completed: dict[int, int] = {}
+    best = float("inf")
+    # Without a thread that refreshes it, since the search forks.
+    with Progress(console=Console(stderr=True), auto_refresh=False) as bar:
+        task = bar.add_task("searching", total=total)
+
+        def tell(stages: int, trial: int, found: float) -> None:
+            nonlocal best
+            completed[stages] = trial
+            best = min(best, found)
+            said = f"best {best:,.1f} ms" if best < float("inf") else "none fits yet"
+            done = sum(completed.values())
+            bar.update(task, completed=done, description=said, refresh=True)
+
+        yield tell

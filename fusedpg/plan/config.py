@@ -11,7 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["SCHEDULES", "Plan", "PlanError", "Prediction"]
+__all__ = ["SCHEDULES", "Facts", "Plan", "PlanError", "Prediction"]
+
+Facts = Mapping[str, Any]
+"""The keys of a plan's file that describe its model, such as "num_layers"; values are JSON's."""
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble")
 
@@ -108,7 +111,7 @@ class Plan:
     algo_of_each_op: tuple[tuple[int, ...], ...]
     schedule: str = "1f1b"
     virtual_stages: int = 1
-    model: Mapping[str, Any] = field(default_factory=dict)
+    model: Facts = field(default_factory=dict)
     predicted: Prediction | None = None
 
     @property

@@ -27,7 +27,7 @@ class SharedCores:
     cores: float
 
     def spread(self, work: Work) -> dict[int, int]:
-        """How many of a stage's devices are on each machine."""
+        """The number of a stage's devices on each machine."""
         devices = range(work.first_device, work.first_device + work.width)
         return dict(collections.Counter(device // self.devices for device in devices))
 
@@ -63,7 +63,7 @@ class Work:
 
 @dataclass
 class _Stage:
-    """What a stage has done so far."""
+    """A stage's progress."""
 
     todo: list[tuple[str, int]]
     machines: dict[int, int]  # devices on each machine

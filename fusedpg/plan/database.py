@@ -29,6 +29,7 @@ from __future__ import annotations
 import bisect
 import csv
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -157,11 +158,11 @@ class Database:
         self.micro_batch_sizes = tuple(sorted({samples for samples, _, _ in keys}))
         self.tensor_parallel = tuple(sorted({tp for _, tp, _ in keys}))
         self.algos = tuple(sorted({algo for _, _, algo in keys}))
-        self._collectives: dict[tuple[str, int, int], dict[str, float]] = {}
-        self._curves: dict[tuple[str, int, int], Curve] = {}
+        # Files are read once.
+        self.collective_rows = functools.cache(self._collective_rows)
+        self.collective = functools.cache(self._collective)
+        self._link = functools.cache(self._read_link)
         self.has_steps = any(self.folder.glob(f"prim_{self.stem}_adamw_*gpus*.csv"))
-        self._links: dict[bool, list[tuple[float, float]]] = {}
-        self._ends: dict[bool, Curve] = {}
         self.overlap = 0.0
         self.shared_cores: SharedCores | None = None
         self.operators = self._describe(num_layers)
@@ -291,44 +292,59 @@ class Database:
         share = (samples - low) / (high - low)
         return tuple(one + share * (other - one) for one, other in zip(*rows))
 
-    def collective_rows(self, collective: str, devices: int, nodes: int = 1) -> dict[str, float]:
+    def _collective_rows(self, collective: str, devices: int, nodes: int = 1) -> dict[str, float]:
         """The rows of a collective's file: milliseconds by the text of the size.
 
         Raises:
             MissingRow: if there is no such file.
         """
-        key = (collective, devices, nodes)
-        if key not in self._collectives:
-            across = f"_{nodes}nodes" if nodes > 1 else ""
-            path = self.folder / f"prim_{self.stem}_{collective}_{devices}gpus{across}.csv"
-            if not path.exists():
-                raise MissingRow(
-                    f"{self.folder}: no {path.name}, for {collective} of {devices} devices on "
-                    f"{nodes} machine{'s' if nodes > 1 else ''}"
-                )
-            rows: dict[str, float] = {}
-            for line, row in enumerate(_rows(path)[1:], start=2):
-                if len(row) != 2:
-                    raise DatabaseError(f"{path}, line {line}: {len(row)} cells, not 2")
-                _number(path, line, row[0])
-                rows[row[0]] = _number(path, line, row[1])
-            self._collectives[key] = rows
-        return self._collectives[key]
+        across = f"_{nodes}nodes" if nodes > 1 else ""
+        path = self.folder / f"prim_{self.stem}_{collective}_{devices}gpus{across}.csv"
+        if not path.exists():
+            raise MissingRow(
+                f"{self.folder}: no {path.name}, for {collective} of {devices} devices on "
+                f"{nodes} machine{'s' if nodes > 1 else ''}"
+            )
+        rows: dict[str, float] = {}
+        for line, row in enumerate(_rows(path)[1:], start=2):
+            if len(row) != 2:
+                raise DatabaseError(f"{path}, line {line}: {len(row)} cells, not 2")
+            _number(path, line, row[0])
+            rows[row[0]] = _number(path, line, row[1])
+        return rows
 
-    def collective(self, collective: str, devices: int, nodes: int = 1) -> Curve:
+    def _collective(self, collective: str, devices: int, nodes: int = 1) -> Curve:
         """Milliseconds of a collective by MB; measurements that failed are left out.
 
         Raises:
             MissingRow: if there is no such file, or all in it failed.
         """
-        key = (collective, devices, nodes)
-        if key not in self._curves:
-            rows = self.collective_rows(collective, devices, nodes)
-            points = [(float(size), time) for size, time in rows.items() if time < FAILED_MS]
-            if not points:
-                raise MissingRow(f"{self.folder}: all of {collective} of {devices} devices failed")
-            self._curves[key] = Curve(points)
-        return self._curves[key]
+        rows = self.collective_rows(collective, devices, nodes)
+        points = [(float(size), time) for size, time in rows.items() if time < FAILED_MS]
+        if not points:
+            raise MissingRow(f"{self.folder}: all of {collective} of {devices} devices failed")
+        return Curve(points)
+
+    def _read_link(self, between_nodes: bool) -> tuple[list[tuple[float, float]], Curve | None]:
+        """What `bandwidth` and `message_end` give."""
+        path = self.folder / f"p2p_{'inter' if between_nodes else 'intra'}_node.csv"
+        if not path.exists():
+            raise MissingRow(f"{self.folder}: no {path.name}")
+        sizes, speeds, *ends = _rows(path)
+        if len(sizes) != len(speeds):
+            raise DatabaseError(f"{path}: {len(sizes)} sizes, {len(speeds)} bandwidths")
+        points = [
+            (_number(path, 1, size), _number(path, 2, speed)) for size, speed in zip(sizes, speeds)
+        ]
+        if any(speed == 0 for _, speed in points):
+            raise DatabaseError(f"{path}: a bandwidth of 0")
+        if not ends:
+            return points, None
+        if len(ends[0]) != len(sizes):
+            raise DatabaseError(f"{path}: {len(sizes)} sizes, {len(ends[0])} times of ends")
+        times = [_number(path, 3, time) for time in ends[0]]
+        pairs = zip((size for size, _ in points), times)
+        return points, Curve([(0.0, 0.0), *(p for p in pairs if p[0] > 0)])
 
     def bandwidth(self, between_nodes: bool) -> list[tuple[float, float]]:
         """MB and GB/s of messages inside of a machine, or between two.
@@ -336,27 +352,7 @@ class Database:
         Raises:
             MissingRow: if there is no such file.
         """
-        if between_nodes not in self._links:
-            path = self.folder / f"p2p_{'inter' if between_nodes else 'intra'}_node.csv"
-            if not path.exists():
-                raise MissingRow(f"{self.folder}: no {path.name}")
-            sizes, speeds = _rows(path)[:2]
-            if len(sizes) != len(speeds):
-                raise DatabaseError(f"{path}: {len(sizes)} sizes, {len(speeds)} bandwidths")
-            points = [
-                (_number(path, 1, size), _number(path, 2, speed))
-                for size, speed in zip(sizes, speeds)
-            ]
-            if any(speed == 0 for _, speed in points):
-                raise DatabaseError(f"{path}: a bandwidth of 0")
-            self._links[between_nodes] = points
-            if ends := _rows(path)[2:]:
-                if len(ends[0]) != len(sizes):
-                    raise DatabaseError(f"{path}: {len(sizes)} sizes, {len(ends[0])} times of ends")
-                times = [_number(path, 3, time) for time in ends[0]]
-                pairs = zip((size for size, _ in points), times)
-                self._ends[between_nodes] = Curve([(0.0, 0.0), *(p for p in pairs if p[0] > 0)])
-        return self._links[between_nodes]
+        return self._link(between_nodes)[0]
 
     def message(self, between_nodes: bool) -> Curve:
         """Milliseconds of a message by MB.
@@ -375,8 +371,7 @@ class Database:
         Raises:
             MissingRow: if there is no such link in the database.
         """
-        self.bandwidth(between_nodes)
-        return self._ends.get(between_nodes)
+        return self._link(between_nodes)[1]
 
 
 _SETS = ("layer_starts", "never_recomputed")

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch.distributed as dist
 
@@ -14,13 +13,13 @@ import fusedpg  # noqa: F401 - registers the backend
 from fusedpg.plan.config import PlanError
 
 
-def facts_of(texts: Sequence[str]) -> dict[str, Any]:
+def facts_of(texts: Sequence[str]) -> dict[str, object]:
     """``num_layers=12`` and the like.
 
     Raises:
         PlanError: for anything else.
     """
-    found = {}
+    found: dict[str, object] = {}
     for text in texts:
         name, equals, value = text.partition("=")
         try:

@@ -1,4 +1,4 @@
-"""Which device holds which part of a tensor, and who sends what when that changes.
+"""The parts of a tensor on each device, and the messages when these change.
 
 Everything here is a pure function of the plan, so that all ranks compute the same messages without
 asking each other.
@@ -18,7 +18,7 @@ Box = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Layout:
-    """How the devices of a stage hold a tensor whose dimension 0 is the micro-batch.
+    """The division over a stage's devices of a tensor whose dimension 0 is the micro-batch.
 
     Device ``d * tp + t`` of `devices` holds part `d` of `dp` of dimension 0 and, if there is a
     `split`, part `t` of `tp` of that dimension. Without a split all `tp` devices hold the same.

@@ -1,9 +1,9 @@
-"""How much memory tensors take, exactly, on devices whose allocator does not say."""
+"""Counts the memory that tensors take, on devices whose allocator does not say."""
 
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,7 +25,13 @@ class PeakMemory(TorchDispatchMode):
         self.peak = 0
         self._counted: set[int] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         result = func(*args, **(kwargs or {}))
         # A view, or what was changed in place, has the storage of an argument.
         given = {

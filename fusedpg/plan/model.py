@@ -1,17 +1,14 @@
-"""Cost models: the time and memory of a plan, by a database's measurements.
+"""The cost model: the time and memory of a plan, by a database's measurements.
 
-`AcesoModel` computes what Aceso's program prints, with all that it leaves out. `FusedModel` is
-the one to plan with. Both price a stage from arrays over its operators, so that `price` and the
-search use the same code.
+A stage is priced from arrays over its operators, so that `price` and the search use the same code.
 """
 
 from __future__ import annotations
 
-import abc
 import collections
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,7 +20,7 @@ from fusedpg.plan.config import Plan, PlanError, Prediction
 from fusedpg.plan.contention import Work, played
 from fusedpg.plan.database import COLUMNS, Database, MissingRow
 
-__all__ = ["COST_MODELS", "AcesoModel", "CostModel", "FusedModel", "Price", "StagePrice"]
+__all__ = ["CostModel", "Price", "StagePrice"]
 
 Array = npt.NDArray[Any]
 
@@ -161,6 +158,35 @@ class Moment(NamedTuple):
         return self.held + self.reserved + self.gradients
 
 
+class StageOps(NamedTuple):
+    """The operators of a stage.
+
+    Args:
+        tables: of the micro-batch size and the stage's machines.
+        first: the index in the model of the first one.
+        settings: of each, its number in the tables.
+        cells: the index of each in a flattened table.
+        weights: MB of each.
+        place: of the stage.
+        received: MB of the message that the forward pass needs.
+        sent: MB of the message behind the stage.
+    """
+
+    tables: Tables
+    first: int
+    settings: Array
+    cells: Array
+    weights: Array
+    place: Place
+    received: float
+    sent: float
+
+    @property
+    def ends(self) -> tuple[tuple[int | None, float], tuple[int | None, float]]:
+        """For the messages before and behind: the devices of a machine that have them, and MB."""
+        return (self.place.receives, self.received), (self.place.sends, self.sent)
+
+
 class Tables:
     """The measurements for one micro-batch size, as arrays over settings and kinds of operators.
 
@@ -177,7 +203,7 @@ class Tables:
         self.algo = np.array([algo for _, _, algo in self.settings], dtype=np.int64)
         self.width = self.tp * self.dp
         kinds = model.kinds
-        self.missing: dict[tuple[int, int], MissingRow] = {}
+        self.missing: dict[tuple[int, ...], MissingRow] = {}
         values = np.full((len(COLUMNS), len(self.settings), len(kinds)), math.inf)
         for setting, (tp, dp, algo) in enumerate(self.settings):
             for kind, name in enumerate(kinds):
@@ -201,7 +227,7 @@ class Tables:
         self.reshard_backward = np.zeros(shape)
         # MB that stay until the backward pass in the second layout, and not in the first.
         self.reshard_held = np.zeros(shape)
-        self.missing_reshard: dict[tuple[int, int, int], MissingRow] = {}
+        self.missing_reshard: dict[tuple[int, ...], MissingRow] = {}
         self._fill_reshards(model, nodes)
 
     def _fill_reshards(self, model: CostModel, nodes: int) -> None:
@@ -284,8 +310,12 @@ def resharding_steps(source: Layout, target: Layout) -> list[Step]:
     return [("all_gather", None, n) for n in gathers] + [(None, "all_gather", n) for n in splits]
 
 
-class CostModel(abc.ABC):
-    """The common part of both models.
+class CostModel:
+    """Prices plans.
+
+    It adds to Aceso's formulas (`fusedpg.plan.aceso`) the reduction of gradients over data-parallel
+    devices with the part that the backward pass hides, the optimizer's step, the right link for
+    every pair of stages, sizes between the database's rows, and memory of all operators of a stage.
 
     Args:
         database: the measurements.
@@ -293,7 +323,7 @@ class CostModel(abc.ABC):
         devices_per_node: how many are on one machine; all by default.
     """
 
-    name: str
+    name = "fusedpg"
 
     def __init__(
         self, database: Database, num_devices: int, devices_per_node: int | None = None
@@ -312,8 +342,6 @@ class CostModel(abc.ABC):
         self.pair = np.array([place[step] for step in steps], dtype=np.int64)
         starts = operators.layer_starts
         self.is_start = np.array([name in starts for name in operators.sequence])
-        shared = operators.shared_activations
-        self.is_shared = np.array([name in shared for name in operators.sequence])
         never = operators.never_recomputed
         self.may_recompute = np.array([name not in never for name in operators.sequence])
         self.notes: dict[str, None] = {}  # an ordered set
@@ -342,7 +370,15 @@ class CostModel(abc.ABC):
 
     def micro_batch_sizes(self) -> list[int]:
         """Micro-batch sizes, over all data-parallel devices together, that are worth a try."""
-        return list(self.database.micro_batch_sizes)
+        degrees = {1 << power for power in range(self.num_devices.bit_length())}
+        degrees |= {self.num_devices}
+        measured = self.database.micro_batch_sizes
+        return sorted({samples * dp for samples in measured for dp in degrees})
+
+    def measured(self, samples: int) -> bool:
+        """True if operators may be priced for this many samples of a device."""
+        sizes = self.database.micro_batch_sizes
+        return sizes[0] <= samples <= sizes[-1]
 
     def place(self, widths: Sequence[int], stage: int) -> Place:
         """The place of a stage, if stages have these widths."""
@@ -402,41 +438,40 @@ class CostModel(abc.ABC):
             self.check_place(tables, settings, place)
         kind = self.kind[first : first + ops]
         at = settings * len(self.kinds) + kind
+        inputs, outputs = float(tables.input.take(at[0])), float(tables.output.take(at[-1]))
+        weights = tables.weights.take(at)
+        of_stage = StageOps(tables, first, settings, at, weights, place, inputs, outputs)
         forward = tables.forward.take(at)
         fwd, bwd = float(forward.sum()), float(tables.backward.take(at).sum())
         if not math.isfinite(fwd + bwd):
-            self._raise_missing(tables, settings, kind)
+            _raise_missing(tables.missing, settings, kind)
         reshard_forward = reshard_backward = 0.0
         if ops > 1:
             edges = (self.pair[first : first + ops - 1], settings[:-1], settings[1:])
             reshard_forward = float(tables.reshard_forward[edges].sum())
             reshard_backward = float(tables.reshard_backward[edges].sum())
             if not math.isfinite(reshard_forward + reshard_backward):
-                self._raise_missing_reshard(tables, edges)
+                _raise_missing(tables.missing_reshard, *edges)
         activations = tables.activations.take(at)
         if ops > 1:
             activations[1:] += tables.reshard_held[edges]
-        inputs = float(tables.input[settings[0], kind[0]])
         total = inputs + float(activations.sum())
         recompute = 0.0
         again = None
         if flags is not None and flags.any():
             recompute = float(forward[flags].sum())
-            outputs = tables.output.take(at)
-            again = self.recomputed(first, activations, outputs, flags)
+            again = self.recomputed(first, activations, tables.output.take(at), flags)
             total += float(again.handed.sum()) - float(activations[again.dropped].sum())
-        at_weights = tables.weights.take(at)
-        of = tables, at, at_weights, activations, again
-        moment = self.moment(*of, all_in_flight, not all_in_flight)
+        moment = self.moment(of_stage, activations, again, all_in_flight, not all_in_flight)
         others = in_flight - 1
         if all_in_flight and in_flight > 1:
             # The first backward pass finds no gradients, and the second one micro-batch less.
-            second = self.moment(*of, False, False)
+            second = self.moment(of_stage, activations, again, False, False)
             if second.total > total + moment.total:
                 moment, others = second, in_flight - 2
-        weights = float(at_weights.sum())
+        all_weights = float(weights.sum())
         operators = self.database.operators
-        receive, send = self.messages(tables, first, settings, place)
+        receive, send = self.messages(of_stage)
         price = StagePrice(
             forward=fwd,
             backward=bwd,
@@ -445,13 +480,13 @@ class CostModel(abc.ABC):
             send=send,
             reshard_forward=reshard_forward,
             reshard_backward=reshard_backward,
-            weights=weights * (1 + operators.memory_main_params),
+            weights=all_weights * (1 + operators.memory_main_params),
             gradients=moment.gradients,
             optimizer_state=operators.memory_optimizer
             * (
-                float((at_weights / tables.dp[settings]).sum())
+                float((weights / tables.dp[settings]).sum())
                 if operators.optimizer_divides
-                else weights
+                else all_weights
             ),
             activations=total * others,
             peak=inputs + moment.held,
@@ -459,12 +494,12 @@ class CostModel(abc.ABC):
             fullest=moment.operator,
             place=place,
         )
-        return self.with_iteration(price, tables, settings, at, at_weights, place)
+        return self.with_iteration(price, of_stage)
 
     def recomputed(
         self, first: int, activations: Array, outputs: Array, flags: Array
     ) -> Recomputed:
-        """What recomputation does not keep, and what it makes again at once."""
+        """The activations that recomputation drops, and those that it makes again at once."""
         ops = len(flags)
         both = flags[:-1] & flags[1:]
         start_follows = self.is_start[first + 1 : first + ops]
@@ -472,7 +507,7 @@ class CostModel(abc.ABC):
         dropped = np.append(both & ~start_follows, False)
         if ops < 2:
             return Recomputed(dropped, np.zeros(ops), np.zeros(ops))
-        ends = ~both | self.segment_ends(first, ops, start_follows)
+        ends = ~both | self.segment_ends(first, start_follows)
         sums = np.diff(np.cumsum(amounts)[ends], prepend=0.0)
         segment = np.concatenate([[0], np.cumsum(ends)])
         if both[-1]:  # the last operator ends the segment before it
@@ -482,38 +517,57 @@ class CostModel(abc.ABC):
 
     def check_place(self, tables: Tables, settings: Array, place: Place) -> None:
         """Raises `MissingRow` if operators were not measured on devices of several machines."""
-        return
+        per_node = self.devices_per_node
+        for tp in np.unique(tables.tp[settings]).tolist():
+            for first in range(place.first_device, place.first_device + place.width, tp):
+                if first // per_node != (first + tp - 1) // per_node:
+                    raise MissingRow(
+                        f"{self.database.folder}: no measurements of tp {tp} between machines "
+                        f"(devices {first} to {first + tp - 1}, {per_node} a machine)"
+                    )
 
-    @abc.abstractmethod
-    def measured(self, samples: int) -> bool:
-        """True if operators may be priced for this many samples of a device."""
-
-    @abc.abstractmethod
     def reshard(
         self, source: Layout, target: Layout, size: float, nodes: int
     ) -> tuple[float, float]:
         """Milliseconds to change a layout, forwards and backwards; `size` in MB."""
 
+        def time(collective: str | None, devices: int) -> float:
+            if collective is None:
+                return 0.0
+            return self.database.collective(collective, devices, min(nodes, devices))(size)
+
+        steps = resharding_steps(source, target)
+        return (
+            sum(time(forward, devices) for forward, _, devices in steps),
+            sum(time(backward, devices) for _, backward, devices in steps),
+        )
+
+    def segment_ends(self, first: int, start_follows: Array) -> Array:
+        """Behind which operators a segment of recomputed ones ends, whatever is recomputed."""
+        ends = start_follows.copy()
+        ends[-1] = True
+        return ends
+
     def handed(self, activations: Array, outputs: Array, ends: Array) -> Array:
         """MB that the last operators of recomputed segments keep besides their activations."""
-        return np.zeros(len(ends))
+        # An operator's activations include what it gives, but not what passes by it.
+        return np.where(ends, np.maximum(outputs - activations, 0.0), 0.0)
 
-    @abc.abstractmethod
-    def segment_ends(self, first: int, ops: int, start_follows: Array) -> Array:
-        """Behind which operators a segment of recomputed ones ends, whatever is recomputed."""
-
-    @abc.abstractmethod
-    def messages(
-        self, tables: Tables, first: int, settings: Array, place: Place
-    ) -> tuple[float, float]:
+    def messages(self, ops: StageOps) -> tuple[float, float]:
         """Milliseconds of a stage's messages from the stage before and to the stage behind."""
 
-    @abc.abstractmethod
+        def time(crossing: int | None, size: float) -> float:
+            if crossing is None:
+                return 0.0
+            # The devices of a machine share its link.
+            return self.database.message(crossing > 0)(size * max(crossing, 1))
+
+        receive, send = (time(*end) for end in ops.ends)
+        return receive, send
+
     def moment(
         self,
-        tables: Tables,
-        at: Array,
-        weights: Array,
+        ops: StageOps,
         activations: Array,
         again: Recomputed | None,
         first_backward: bool,
@@ -522,35 +576,104 @@ class CostModel(abc.ABC):
         """The moment of a pass over a micro-batch that needs most memory.
 
         Args:
-            tables, at: of the operators.
-            weights: MB of each.
-            activations: likewise.
+            ops: the stage's operators.
+            activations: MB of each.
             again: of what is recomputed.
             first_backward: whether its backward pass is the first of the iteration.
             forward_follows: whether the forward pass over another micro-batch comes after it.
         """
+        # When an operator runs, forwards or backwards, those behind it hold nothing; when it is
+        # made again, its segment is whole.
+        tables, weights = ops.tables, ops.weights
+        reserved = tables.reserved_forward, tables.reserved_backward
+        passing = np.maximum(*(table.take(ops.cells) for table in reserved))
+        held = np.cumsum(activations)
+        if again is not None:
+            kept = np.where(again.dropped, 0.0, activations) + again.handed
+            held = np.cumsum(kept) + again.segments
+        gradients = np.full(len(weights), weights.sum())
+        if first_backward:
+            # They come one after the other, and are there when the next micro-batch's turn is.
+            gradients -= np.cumsum(weights)
+        # The gradients of what the stage gave, and the next message, which may be there already:
+        # the gradients of another micro-batch, or the values of one.
+        passing += ops.sent + (max(ops.sent, ops.received) if forward_follows else ops.sent)
+        most = int((held + passing + gradients).argmax())
+        found = Moment(float(held[most]), float(passing[most]), float(gradients[most]), most)
+        # In the end there are all gradients, and nothing else.
+        end = Moment(0.0, 0.0, float(weights.sum()), 0)
+        return max(found, end, key=lambda moment: moment.total)
 
-    @abc.abstractmethod
-    def with_iteration(
-        self,
-        price: StagePrice,
-        tables: Tables,
-        settings: Array,
-        at: Array,
-        weights: Array,
-        place: Place,
-    ) -> StagePrice:
+    def with_iteration(self, price: StagePrice, ops: StageOps) -> StagePrice:
         """The price with what happens once an iteration."""
+        tables, at = ops.tables, ops.cells
+        stepped = self.database.has_steps
+        if not self.database.has_optimizer:
+            self.notes["the optimizer's step is left out: no column optimizer-step"] = None
+        reduction = 0.0
+        # Gradients of operators with the same degrees are reduced by the same devices.
+        amounts = np.bincount(ops.settings, weights=ops.weights, minlength=len(tables.settings))
+        sizes: dict[tuple[int, int], float] = {}
+        for setting in np.flatnonzero(amounts).tolist():
+            tp, dp, _ = tables.settings[setting]
+            if dp > 1:
+                sizes[tp, dp] = sizes.get((tp, dp), 0.0) + float(amounts[setting])
+        for (tp, dp), size in sizes.items():
+            nodes = self._nodes_of(ops.place, tp, dp)
+            name = "adamw" if stepped else "all_reduce"
+            reduction += self.database.collective(name, dp, nodes)(size)
+        share = 1.0 - tables.busy.take(at)
+        idle_forward = float((tables.forward.take(at) * share).sum())
+        idle_backward = float((tables.backward.take(at) * share).sum())
+        if price.forward:
+            idle_backward += price.recompute * idle_forward / price.forward
+        times = tables.optimizer.take(at)
+        # A measured step of data-parallel devices has both.
+        optimizer = float(times[tables.dp[ops.settings] == 1].sum() if stepped else times.sum())
+        hidden = min(self.database.overlap * reduction, price.backward)
+        messaging = 0.0  # which both passes do alike
+        for crossing, size in ops.ends:
+            if crossing is not None and (curve := self.database.message_end(crossing > 0)):
+                messaging += curve(size)
+        return dataclasses.replace(
+            price,
+            reduction=reduction,
+            exposed=reduction - hidden,
+            optimizer=optimizer,
+            idle_forward=idle_forward,
+            idle_backward=idle_backward,
+            messaging=messaging,
+        )
 
-    @abc.abstractmethod
+    def _nodes_of(self, place: Place, tp: int, dp: int) -> int:
+        """The most machines that the data-parallel groups of an operator are on."""
+        if place.nodes == 1:
+            return 1
+        per_node = self.devices_per_node
+        return max(
+            len({(place.first_device + part + tp * d) // per_node for d in range(dp)})
+            for part in range(tp)
+        )
+
     def iteration(
         self, stages: Sequence[StagePrice], micro_batches: int, schedule: str = "1f1b"
     ) -> float:
         """Milliseconds of an iteration."""
+        shared = self.database.shared_cores
+        if shared is not None:
+            return played([_work(stage) for stage in stages], micro_batches, shared, schedule)
+        times = [stage.time for stage in stages]
+        # Gradients of a stage are whole when its last backward pass ends, which is earlier than
+        # the first stage's by the backward passes before it.
+        tail = later = 0.0
+        for stage in stages:
+            tail = max(tail, stage.exposed + stage.optimizer - later)
+            later += stage.backward
+        return max(times) * (micro_batches - 1) + sum(times) + tail
 
-    @abc.abstractmethod
     def in_flight(self, stages_behind: int, micro_batches: int, schedule: str) -> int:
         """Micro-batches whose activations a stage holds at once."""
+        return micro_batches if schedule == "gpipe" else min(stages_behind + 1, micro_batches)
 
     def price(self, plan: Plan) -> Price:
         """The time and memory of a plan.
@@ -603,321 +726,11 @@ class CostModel(abc.ABC):
             found.append(tables.index[tp, dp, algo])
         return np.array(found, dtype=np.int64)
 
-    def _raise_missing(self, tables: Tables, settings: Array, kind: Array) -> None:
-        for key in zip(settings.tolist(), kind.tolist()):
-            if key in tables.missing:
-                raise tables.missing[key]
 
-    def _raise_missing_reshard(self, tables: Tables, edges: tuple[Array, Array, Array]) -> None:
-        for key in zip(*(edge.tolist() for edge in edges)):
-            if key in tables.missing_reshard:
-                raise tables.missing_reshard[key]
-
-
-class AcesoModel(CostModel):
-    """Aceso's formulas as they are, to compare with its program.
-
-    It has no reduction of gradients and no optimizer step, and its faults. A collective's size
-    that was not measured costs `UNKNOWN_SIZE_MS`, as there; `notes` says so.
-    """
-
-    name = "aceso"
-    UNKNOWN_SIZE_MS = 100000.0
-
-    def measured(self, samples: int) -> bool:
-        return samples in self.database.micro_batch_sizes
-
-    def reshard(
-        self, source: Layout, target: Layout, size: float, nodes: int
-    ) -> tuple[float, float]:
-        step = one_collective(source, target)
-        if step is None:
-            raise MissingRow(f"Aceso's program has no price for {source} to {target}")
-        forward, backward, devices = step
-        return self._collective(forward, devices, size), self._collective(backward, devices, size)
-
-    def _collective(self, collective: str | None, devices: int, size: float) -> float:
-        if collective is None:
-            return 0.0
-        rows = self.database.collective_rows(collective, devices)
-        for text in (f"{size:.0f}", f"{size - 1:.0f}"):
-            if text in rows:
-                return rows[text]
-        self.notes[
-            f"{collective} of {size:.0f} MB on {devices} devices was not measured: "
-            f"{self.UNKNOWN_SIZE_MS:.0f} ms, as in Aceso"
-        ] = None
-        return self.UNKNOWN_SIZE_MS
-
-    def segment_ends(self, first: int, ops: int, start_follows: Array) -> Array:
-        ends = start_follows.copy()
-        ends[-1] = True
-        return ends & ~self.is_shared[first : first + ops - 1]
-
-    def messages(
-        self, tables: Tables, first: int, settings: Array, place: Place
-    ) -> tuple[float, float]:
-        last = first + len(settings) - 1
-        before, behind = settings[0], settings[-1]
-        into = float(tables.input[before, self.kind[first]])
-        # The size of the output is looked up with the tp of the stage's first operator.
-        key = (int(tables.tp[before]), int(tables.dp[behind]), int(tables.algo[behind]))
-        kind = self.kind[last]
-        if key in tables.index:
-            out = float(tables.output[tables.index[key], kind])
-        else:
-            samples = tables.micro_batch // key[1]
-            row = self.database.row(self.kinds[kind], samples, key[0], key[2])
-            out = row[COLUMNS.index("output_size")]
-        start = place.first_device
-        end = start + place.width
-        per_node = self.devices_per_node
-        received = self._message(into, between_nodes=start > 0 and start % per_node == 0)
-        return received, self._message(out, between_nodes=end % per_node == 0)
-
-    def _message(self, size: float, between_nodes: bool) -> float:
-        if size <= 0:
-            return 0.0
-        try:
-            points = self.database.bandwidth(between_nodes)
-        except MissingRow:
-            points = self.database.bandwidth(False)
-        index = int(math.log(size, 2))
-        if index >= 1:
-            index -= 1
-        # A negative index is from the end of the list, as there.
-        return size / points[min(index, len(points) - 1)][1]
-
-    def moment(
-        self,
-        tables: Tables,
-        at: Array,
-        weights: Array,
-        activations: Array,
-        again: Recomputed | None,
-        first_backward: bool,
-        forward_follows: bool,
-    ) -> Moment:
-        held = float(activations.sum())
-        if again is not None:
-            held += float(again.segments.max()) - float(activations[again.dropped].sum())
-        gradients = reserved = float(weights.sum())
-        if len(at) > 1:
-            forward = float(tables.reserved_forward.take(at[:-1]).max())
-            backward = float(tables.reserved_backward.take(at[:-1]).max())
-            reserved = max(forward + backward, reserved)
-        return Moment(held, reserved, gradients, len(at))
-
-    def with_iteration(
-        self,
-        price: StagePrice,
-        tables: Tables,
-        settings: Array,
-        at: Array,
-        weights: Array,
-        place: Place,
-    ) -> StagePrice:
-        return price
-
-    def iteration(
-        self, stages: Sequence[StagePrice], micro_batches: int, schedule: str = "1f1b"
-    ) -> float:
-        times = [stage.time for stage in stages]
-        return max(times) * (micro_batches - 1) + sum(times)
-
-    def in_flight(self, stages_behind: int, micro_batches: int, schedule: str) -> int:
-        if schedule != "1f1b":
-            raise PlanError("Aceso's model prices the schedule 1f1b only")
-        return stages_behind + 1
-
-
-class FusedModel(CostModel):
-    """The cost model to plan with.
-
-    It adds to Aceso's formulas the reduction of gradients over data-parallel devices with the
-    part that the backward pass hides, the optimizer's step, the right link for every pair of
-    stages, sizes between the database's rows, and memory of all operators of a stage.
-    """
-
-    name = "fusedpg"
-
-    def __init__(
-        self, database: Database, num_devices: int, devices_per_node: int | None = None
-    ) -> None:
-        super().__init__(database, num_devices, devices_per_node)
-        if not database.has_optimizer:
-            self.notes["the optimizer's step is left out: no column optimizer-step"] = None
-
-    def micro_batch_sizes(self) -> list[int]:
-        degrees = {1 << power for power in range(self.num_devices.bit_length())}
-        degrees |= {self.num_devices}
-        measured = self.database.micro_batch_sizes
-        return sorted({samples * dp for samples in measured for dp in degrees})
-
-    def measured(self, samples: int) -> bool:
-        sizes = self.database.micro_batch_sizes
-        return sizes[0] <= samples <= sizes[-1]
-
-    def reshard(
-        self, source: Layout, target: Layout, size: float, nodes: int
-    ) -> tuple[float, float]:
-        def time(collective: str | None, devices: int) -> float:
-            if collective is None:
-                return 0.0
-            return self.database.collective(collective, devices, min(nodes, devices))(size)
-
-        steps = resharding_steps(source, target)
-        return (
-            sum(time(forward, devices) for forward, _, devices in steps),
-            sum(time(backward, devices) for _, backward, devices in steps),
-        )
-
-    def segment_ends(self, first: int, ops: int, start_follows: Array) -> Array:
-        ends = start_follows.copy()
-        ends[-1] = True
-        return ends
-
-    def handed(self, activations: Array, outputs: Array, ends: Array) -> Array:
-        # What an operator gives is part of its activations, what passes by it is not.
-        return np.where(ends, np.maximum(outputs - activations, 0.0), 0.0)
-
-    def messages(
-        self, tables: Tables, first: int, settings: Array, place: Place
-    ) -> tuple[float, float]:
-        receive = send = 0.0
-        if place.receives is not None:
-            size = float(tables.input[settings[0], self.kind[first]])
-            receive = self._message(place.receives, size)
-        if place.sends is not None:
-            size = float(tables.output[settings[-1], self.kind[first + len(settings) - 1]])
-            send = self._message(place.sends, size)
-        return receive, send
-
-    def _message(self, crossing: int, size: float) -> float:
-        """Milliseconds of a message to each device; those of a machine share its link."""
-        return self.database.message(crossing > 0)(size * max(crossing, 1))
-
-    def moment(
-        self,
-        tables: Tables,
-        at: Array,
-        weights: Array,
-        activations: Array,
-        again: Recomputed | None,
-        first_backward: bool,
-        forward_follows: bool,
-    ) -> Moment:
-        # When an operator runs, forwards or backwards, those behind it hold nothing; when it is
-        # made again, its segment is whole.
-        passing = np.maximum(tables.reserved_forward.take(at), tables.reserved_backward.take(at))
-        held = np.cumsum(activations)
-        if again is not None:
-            kept = np.where(again.dropped, 0.0, activations) + again.handed
-            held = np.cumsum(kept) + again.segments
-        gradients = np.full(len(at), weights.sum())
-        if first_backward:
-            # They come one after the other, and are there when the next micro-batch's turn is.
-            gradients -= np.cumsum(weights)
-        # The gradients of what the stage gave, and the next message, which may be there already:
-        # the gradients of another micro-batch, or the values of one.
-        brought, values = float(tables.output.take(at[-1])), float(tables.input.take(at[0]))
-        passing += brought + (max(brought, values) if forward_follows else brought)
-        most = int((held + passing + gradients).argmax())
-        found = Moment(float(held[most]), float(passing[most]), float(gradients[most]), most)
-        # In the end there are all gradients, and nothing else.
-        end = Moment(0.0, 0.0, float(weights.sum()), 0)
-        return max(found, end, key=lambda moment: moment.total)
-
-    def with_iteration(
-        self,
-        price: StagePrice,
-        tables: Tables,
-        settings: Array,
-        at: Array,
-        weights: Array,
-        place: Place,
-    ) -> StagePrice:
-        stepped = self.database.has_steps
-        reduction = 0.0
-        # Gradients of operators with the same degrees are reduced by the same devices.
-        amounts = np.bincount(settings, weights=weights, minlength=len(tables.settings))
-        sizes: dict[tuple[int, int], float] = {}
-        for setting in np.flatnonzero(amounts).tolist():
-            tp, dp, _ = tables.settings[setting]
-            if dp > 1:
-                sizes[tp, dp] = sizes.get((tp, dp), 0.0) + float(amounts[setting])
-        for (tp, dp), size in sizes.items():
-            nodes = self._nodes_of(place, tp, dp)
-            name = "adamw" if stepped else "all_reduce"
-            reduction += self.database.collective(name, dp, nodes)(size)
-        share = 1.0 - tables.busy.take(at)
-        idle_forward = float((tables.forward.take(at) * share).sum())
-        idle_backward = float((tables.backward.take(at) * share).sum())
-        if price.forward:
-            idle_backward += price.recompute * idle_forward / price.forward
-        times = tables.optimizer.take(at)
-        # A measured step of data-parallel devices has both.
-        optimizer = float(times[tables.dp[settings] == 1].sum() if stepped else times.sum())
-        hidden = min(self.database.overlap * reduction, price.backward)
-        return dataclasses.replace(
-            price,
-            reduction=reduction,
-            exposed=reduction - hidden,
-            optimizer=optimizer,
-            idle_forward=idle_forward,
-            idle_backward=idle_backward,
-            messaging=self._messaging(tables, at, place),
-        )
-
-    def _messaging(self, tables: Tables, at: Array, place: Place) -> float:
-        """Milliseconds of a core for what a pass receives and sends, which both passes do alike."""
-        ends = (
-            (place.receives, float(tables.input.take(at[0]))),
-            (place.sends, float(tables.output.take(at[-1]))),
-        )
-        found = 0.0
-        for crossing, size in ends:
-            if crossing is not None and (curve := self.database.message_end(crossing > 0)):
-                found += curve(size)
-        return found
-
-    def _nodes_of(self, place: Place, tp: int, dp: int) -> int:
-        """The most machines that the data-parallel groups of an operator are on."""
-        if place.nodes == 1:
-            return 1
-        per_node = self.devices_per_node
-        return max(
-            len({(place.first_device + part + tp * d) // per_node for d in range(dp)})
-            for part in range(tp)
-        )
-
-    def check_place(self, tables: Tables, settings: Array, place: Place) -> None:
-        per_node = self.devices_per_node
-        for tp in np.unique(tables.tp[settings]).tolist():
-            for first in range(place.first_device, place.first_device + place.width, tp):
-                if first // per_node != (first + tp - 1) // per_node:
-                    raise MissingRow(
-                        f"{self.database.folder}: no measurements of tp {tp} between machines "
-                        f"(devices {first} to {first + tp - 1}, {per_node} a machine)"
-                    )
-
-    def iteration(
-        self, stages: Sequence[StagePrice], micro_batches: int, schedule: str = "1f1b"
-    ) -> float:
-        shared = self.database.shared_cores
-        if shared is not None:
-            return played([_work(stage) for stage in stages], micro_batches, shared, schedule)
-        times = [stage.time for stage in stages]
-        # Gradients of a stage are whole when its last backward pass ends, which is earlier than
-        # the first stage's by the backward passes before it.
-        tail = later = 0.0
-        for stage in stages:
-            tail = max(tail, stage.exposed + stage.optimizer - later)
-            later += stage.backward
-        return max(times) * (micro_batches - 1) + sum(times) + tail
-
-    def in_flight(self, stages_behind: int, micro_batches: int, schedule: str) -> int:
-        return micro_batches if schedule == "gpipe" else min(stages_behind + 1, micro_batches)
+def _raise_missing(missing: Mapping[tuple[int, ...], MissingRow], *indices: Array) -> None:
+    for key in zip(*(index.tolist() for index in indices)):
+        if key in missing:
+            raise missing[key]
 
 
 def _work(price: StagePrice) -> Work:
@@ -938,6 +751,3 @@ def _work(price: StagePrice) -> Work:
         forward_busy=1.0 - price.idle_forward / forward if forward else 1.0,
         backward_busy=1.0 - price.idle_backward / backward if backward else 1.0,
     )
-
-
-COST_MODELS: dict[str, type[CostModel]] = {"aceso": AcesoModel, "fusedpg": FusedModel}

@@ -7,14 +7,15 @@ embeddings and the last operator's weights are not tied.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from fusedpg.plan.catalogue import MODELS as MODELS_OF_ACESO
 from fusedpg.plan.catalogue import gpt_facts
-from fusedpg.plan.config import Plan, PlanError
+from fusedpg.plan.config import Facts, Plan, PlanError
 from fusedpg.plan.operators import (
     QKV,
     AttentionContext,
@@ -42,107 +43,119 @@ from fusedpg.plan.operators import (
 # --- transformers -------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _Block:
+    """The sizes of a layer of a transformer."""
+
+    length: int
+    memory_length: int  # of keys and values
+    hidden: int
+    heads: int
+    channels: int  # of each head
+    features: int  # of the MLP
+    p: float  # of dropout
+    causal: bool
+
+    @classmethod
+    def of(cls, facts: Facts, length: int, causal: bool) -> _Block:
+        return cls(
+            length,
+            length,
+            facts["hidden_size"],
+            facts["num_attention_heads"],
+            facts["kv_channels"],
+            facts["ffn_hidden_size"],
+            facts["dropout"],
+            causal,
+        )
+
+
 class _Layers:
     """Appends operators; the next one's input is the last one's output."""
 
     def __init__(self) -> None:
         self.operators: list[Operator] = []
 
-    def add(
+    def add(self, kind: Callable[..., Operator], name: str, *inputs: str, **fields: object) -> str:
+        """The name of the output: the operator's number and name."""
+        return self.add_several(kind, name, inputs, (name,), **fields)[0]
+
+    def add_several(
         self,
         kind: Callable[..., Operator],
         name: str,
-        *inputs: str,
-        outputs: tuple[str, ...] = ("",),
+        inputs: tuple[str, ...],
+        outputs: tuple[str, ...],
         **fields: object,
-    ) -> Any:
-        """The names of the outputs: the operator's number, and its name or the output's."""
-        number = len(self.operators)
-        given = tuple(f"{number}.{output or name}" for output in outputs)
+    ) -> tuple[str, ...]:
+        """The names of the outputs: the operator's number, and the output's name."""
+        given = tuple(f"{len(self.operators)}.{output}" for output in outputs)
         self.operators.append(kind(name=name, inputs=inputs, outputs=given, **fields))
-        return given[0] if len(given) == 1 else given
+        return given
 
-    def attention(
-        self, prefix: str, suffix: str, x: str, memory: str | None, shape: Mapping[str, Any]
-    ) -> str:
-        """From the normalised `x` to the product that follows attention."""
-        length, hidden, p = shape["length"], shape["hidden"], shape["dropout"]
-        heads, channels, causal = shape["heads"], shape["channels"], shape["causal"]
-        size = {"length": length, "memory_length": shape["memory_length"], "heads": heads}
-        name = f"{prefix}-attention"
-        q, k, v = self.add(
-            QKV,
-            f"{name}-qkv{suffix}",
-            x,
-            *([] if memory is None else [memory]),
-            outputs=("query", "key", "value"),
-            **size,
-            hidden=hidden,
-            channels=channels,
-        )
+    def attention(self, prefix: str, suffix: str, inputs: tuple[str, ...], block: _Block) -> str:
+        """From the normalised values, and the memory if there is one, to the product behind."""
+        heads, channels = block.heads, block.channels
+        size = {"length": block.length, "memory_length": block.memory_length, "heads": heads}
+        name, several = f"{prefix}-attention", ("query", "key", "value")
+        of_qkv = {**size, "hidden": block.hidden, "channels": channels}
+        q, k, v = self.add_several(QKV, f"{name}-qkv{suffix}", inputs, several, **of_qkv)
         y = self.add(Score, f"{name}-score{suffix}", q, k, **size, channels=channels)
-        y = self.add(Softmax, f"{name}-softmax{suffix}", y, **size, causal=causal)
-        y = self.add(AttentionDropout, f"{name}-dropout{suffix}", y, **size, p=p)
+        y = self.add(Softmax, f"{name}-softmax{suffix}", y, **size, causal=block.causal)
+        y = self.add(AttentionDropout, f"{name}-dropout{suffix}", y, **size, p=block.p)
         y = self.add(AttentionContext, f"{name}-context{suffix}", y, v, **size, channels=channels)
-        return self.add(
-            Linear,
-            f"{name}-dense{suffix}",
-            y,
-            length=length,
-            in_features=heads * channels,
-            out_features=hidden,
-            column_first=False,
-        )
+        return self.product(f"{name}-dense{suffix}", y, block, heads * channels, block.hidden)
 
-    def mlp(self, prefix: str, x: str, length: int, hidden: int, features: int) -> str:
-        name = f"{prefix}-MLP"
-        first: Any = {"in_features": hidden, "out_features": features, "column_first": True}
-        second: Any = {"in_features": features, "out_features": hidden, "column_first": False}
-        y = self.add(Linear, f"{name}-GEMM-1", x, length=length, **first)
-        y = self.add(Gelu, f"{name}-gelu", y, length=length, features=features)
-        return self.add(Linear, f"{name}-GEMM-2", y, length=length, **second)
+    def product(
+        self, name: str, x: str, block: _Block, ins: int, outs: int, column_first: bool = False
+    ) -> str:
+        sizes = {"length": block.length, "in_features": ins, "out_features": outs}
+        return self.add(Linear, name, x, **sizes, column_first=column_first)
 
-    def encoder_layer(self, x: str, shape: Mapping[str, Any]) -> str:
+    def mlp(self, prefix: str, x: str, block: _Block) -> str:
+        name, hidden, features = f"{prefix}-MLP", block.hidden, block.features
+        y = self.product(f"{name}-GEMM-1", x, block, hidden, features, column_first=True)
+        y = self.add(Gelu, f"{name}-gelu", y, length=block.length, features=features)
+        return self.product(f"{name}-GEMM-2", y, block, features, hidden)
+
+    def encoder_layer(self, x: str, block: _Block) -> str:
         """13 operators: a block of self-attention and an MLP."""
-        size = {"length": shape["length"], "hidden": shape["hidden"]}
-        p = shape["dropout"]
+        size = {"length": block.length, "hidden": block.hidden}
         y = self.add(LayerNorm, "enc-1st-layernorm", x, **size)
-        y = self.attention("enc", "", y, None, shape)
-        x = self.add(DropoutAdd, "enc-post-attention-dropout", y, x, **size, p=p)
+        y = self.attention("enc", "", (y,), block)
+        x = self.add(DropoutAdd, "enc-post-attention-dropout", y, x, **size, p=block.p)
         y = self.add(LayerNorm, "enc-2nd-layernorm", x, **size)
-        y = self.mlp("enc", y, **size, features=shape["features"])
-        return self.add(DropoutAdd, "enc-post-MLP-dropout", y, x, **size, p=p)
+        y = self.mlp("enc", y, block)
+        return self.add(DropoutAdd, "enc-post-MLP-dropout", y, x, **size, p=block.p)
 
-    def decoder_layer(self, x: str, memory: str, shape: Mapping[str, Any]) -> str:
+    def decoder_layer(self, x: str, memory: str, own: _Block, crossed: _Block) -> str:
         """21 operators: causal self-attention, attention to `memory`, and an MLP."""
-        size = {"length": shape["length"], "hidden": shape["hidden"]}
-        p = shape["dropout"]
-        own = {**shape, "memory_length": shape["length"], "causal": True}
+        size = {"length": own.length, "hidden": own.hidden}
         y = self.add(LayerNorm, "dec-1st-layernorm", x, **size)
-        y = self.attention("dec", "-1", y, None, own)
-        x = self.add(DropoutAdd, "dec-post-attention-dropout-1", y, x, **size, p=p)
+        y = self.attention("dec", "-1", (y,), own)
+        x = self.add(DropoutAdd, "dec-post-attention-dropout-1", y, x, **size, p=own.p)
         y = self.add(LayerNorm, "dec-2nd-layernorm", x, **size)
-        y = self.attention("dec", "-2", y, memory, {**shape, "causal": False})
-        x = self.add(DropoutAdd, "dec-post-attention-dropout-2", y, x, **size, p=p)
+        y = self.attention("dec", "-2", (y, memory), crossed)
+        x = self.add(DropoutAdd, "dec-post-attention-dropout-2", y, x, **size, p=own.p)
         y = self.add(LayerNorm, "dec-3rd-layernorm", x, **size)
-        y = self.mlp("dec", y, **size, features=shape["features"])
-        return self.add(DropoutAdd, "dec-post-MLP-dropout", y, x, **size, p=p)
+        y = self.mlp("dec", y, own)
+        return self.add(DropoutAdd, "dec-post-MLP-dropout", y, x, **size, p=own.p)
 
 
-def _sizes(name: str, facts: Callable[..., dict[str, object]]) -> dict[str, dict[str, object]]:
+def _sizes(name: str, facts: Callable[..., Facts]) -> dict[str, Facts]:
     """The sizes of Aceso's experiments, with what its files of plans do not say."""
     return {
         size: facts(**known) for (model, size), known in MODELS_OF_ACESO.items() if model == name
     }
 
 
-def _gpt_facts(**known: Any) -> dict[str, object]:
+def _gpt_facts(**known: Any) -> Facts:
     hidden, heads = known["hidden_size"], known["num_attention_heads"]
     more = {"ffn_hidden_size": 4 * hidden, "kv_channels": hidden // heads}
     return {**known, **more, "vocab_size": known.get("vocab_size", 51200), "dropout": 0.1}
 
 
-def _gpt_size(layers: int, length: int, hidden: int, heads: int, vocabulary: int) -> dict[str, Any]:
+def _gpt_size(layers: int, length: int, hidden: int, heads: int, vocabulary: int) -> Facts:
     return _gpt_facts(**gpt_facts(layers, length, heads, hidden), vocab_size=vocabulary)
 
 
@@ -155,19 +168,10 @@ GPT_SIZES = {
 }
 
 
-def gpt(size: str, facts: Mapping[str, Any]) -> Model:
+def gpt(size: str, facts: Facts) -> Model:
     length, hidden = facts["seq_length"], facts["hidden_size"]
     vocabulary = facts["vocab_size"]
-    shape = {
-        "length": length,
-        "memory_length": length,
-        "hidden": hidden,
-        "heads": facts["num_attention_heads"],
-        "channels": facts["kv_channels"],
-        "features": facts["ffn_hidden_size"],
-        "dropout": facts["dropout"],
-        "causal": True,
-    }
+    block = _Block.of(facts, length, causal=True)
     tokens = Value((length,), torch.int64, high=vocabulary, differentiable=False)
     layers = _Layers()
     x = layers.add(
@@ -180,7 +184,7 @@ def gpt(size: str, facts: Mapping[str, Any]) -> Model:
         dropout=facts["dropout"],
     )
     for _ in range(facts["num_layers"]):
-        x = layers.encoder_layer(x, shape)
+        x = layers.encoder_layer(x, block)
     x = layers.add(LayerNorm, "final-layernorm", x, length=length, hidden=hidden)
     last = {"length": length, "hidden": hidden, "vocabulary": vocabulary}
     layers.add(LanguageLoss, "gpt-post-process", x, "labels", **last)
@@ -188,7 +192,7 @@ def gpt(size: str, facts: Mapping[str, Any]) -> Model:
     return Model("gpt", size, tuple(layers.operators), data, dict(facts)).check()
 
 
-def _t5_facts(vocab_size: int = 30592, **known: object) -> dict[str, object]:
+def _t5_facts(vocab_size: int = 30592, **known: object) -> Facts:
     return {**known, "vocab_size": vocab_size, "dropout": 0.1}
 
 
@@ -198,28 +202,21 @@ _T5_TINY |= {"hidden_size": 16, "ffn_hidden_size": 32}
 T5_SIZES = {"tiny": _t5_facts(32, **_T5_TINY), **_sizes("t5", _t5_facts)}
 
 
-def t5(size: str, facts: Mapping[str, Any]) -> Model:
+def t5(size: str, facts: Facts) -> Model:
     hidden, vocabulary, p = facts["hidden_size"], facts["vocab_size"], facts["dropout"]
     encoder, decoder = facts["encoder_seq_length"], facts["decoder_seq_length"]
-    shape = {
-        "length": encoder,
-        "memory_length": encoder,
-        "hidden": hidden,
-        "heads": facts["num_attention_heads"],
-        "channels": facts["kv_channels"],
-        "features": facts["ffn_hidden_size"],
-        "dropout": p,
-        "causal": False,
-    }
+    block = _Block.of(facts, encoder, causal=False)
+    own = _Block.of(facts, decoder, causal=True)
+    crossed = replace(block, length=decoder)
     words = {"vocabulary": vocabulary, "hidden": hidden, "dropout": p}
     layers = _Layers()
     x = layers.add(Embedding, "encoder-embedding", "tokens", length=encoder, **words)
     for _ in range(facts["num_layers"]):
-        x = layers.encoder_layer(x, shape)
+        x = layers.encoder_layer(x, block)
     memory = layers.add(LayerNorm, "enc-final-layernorm", x, length=encoder, hidden=hidden)
     x = layers.add(Embedding, "decoder-embedding", "decoder_tokens", length=decoder, **words)
     for _ in range(facts["num_layers"]):
-        x = layers.decoder_layer(x, memory, {**shape, "length": decoder})
+        x = layers.decoder_layer(x, memory, own, crossed)
     x = layers.add(LayerNorm, "dec-final-layernorm", x, length=decoder, hidden=hidden)
     last = {"length": decoder, "hidden": hidden, "vocabulary": vocabulary}
     layers.add(LanguageLoss, "t5-post-process", x, "labels", **last)
@@ -233,7 +230,7 @@ def t5(size: str, facts: Mapping[str, Any]) -> Model:
 # --- Wide-ResNet --------------------------------------------------------------------------
 
 
-def _resnet_facts(image_size: int = 224, num_classes: int = 1024, **known: Any) -> dict[str, Any]:
+def _resnet_facts(image_size: int = 224, num_classes: int = 1024, **known: object) -> Facts:
     return {**known, "image_size": image_size, "num_classes": num_classes}
 
 
@@ -244,7 +241,7 @@ RESNET_SIZES = {
 _EXPANSION = 4
 
 
-def resnet(size: str, facts: Mapping[str, Any]) -> Model:
+def resnet(size: str, facts: Facts) -> Model:
     base, factor = facts["in_channels"], facts["width_factor"]
     layers = _Layers()
 
@@ -308,7 +305,7 @@ def resnet(size: str, facts: Mapping[str, Any]) -> Model:
     return Model("resnet", size, tuple(layers.operators), data, dict(facts)).check()
 
 
-MODELS: dict[str, tuple[Callable[[str, Mapping[str, Any]], Model], dict[str, dict[str, Any]]]] = {
+MODELS: dict[str, tuple[Callable[[str, Facts], Model], dict[str, Facts]]] = {
     "gpt": (gpt, GPT_SIZES),
     "t5": (t5, T5_SIZES),
     "resnet": (resnet, RESNET_SIZES),

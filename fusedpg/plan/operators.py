@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fusedpg import _collectives
-from fusedpg.plan.config import PlanError
-from fusedpg.tensor_parallel._epilogue import Place
+from fusedpg.plan.config import Facts, PlanError
+from fusedpg.tensor_parallel._epilogue import Epilogue, Place
 from fusedpg.tensor_parallel._sequence import Columns, Rows
 
 Outputs = Tensor | tuple[Tensor, ...]
@@ -65,7 +65,7 @@ class Weight:
 
 @dataclass
 class Part:
-    """Which part of an operator a rank computes, and with whom."""
+    """The part of an operator that a rank computes, and the groups that it computes it with."""
 
     tp: int = 1
     dp: int = 1
@@ -119,7 +119,7 @@ class Operator:
         """The output, or a tuple of outputs."""
         raise NotImplementedError
 
-    def kind(self) -> tuple[Any, ...]:
+    def kind(self) -> tuple[object, ...]:
         """Equal for operators that compute the same, wherever they stand in the model."""
         skip = ("name", "inputs", "outputs")
         fields = tuple(f.name for f in dataclasses.fields(self) if f.name not in skip)
@@ -193,7 +193,7 @@ def _row(x: Tensor, weight: Tensor, bias: Tensor | None, part: Part) -> Tensor:
     if part.tp_place is None:
         return F.linear(x, weight, bias)
     rows = x.reshape(-1, x.shape[-1])
-    y: Tensor = Rows.apply(rows, weight, None, None, part.tp_place, 0.0, 0, None, None)
+    y: Tensor = Rows.apply(rows, weight, None, None, part.tp_place, Epilogue())
     y = y.view(*x.shape[:-1], weight.shape[0])
     return y if bias is None else y + bias
 
@@ -255,13 +255,18 @@ class Embedding(Operator):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerNorm(Operator):
+class _Hidden(Operator):
+    """Gives a vector for each token, which all tensor-parallel ranks have."""
+
     length: int
     hidden: int
 
     def values(self) -> tuple[Value, ...]:
         return (Value((self.length, self.hidden)),)
 
+
+@dataclass(frozen=True, kw_only=True)
+class LayerNorm(_Hidden):
     def weights(self, algo: int) -> dict[str, Weight]:
         return {"weight": Weight((self.hidden,), mean=1.0), "bias": Weight((self.hidden,))}
 
@@ -347,14 +352,23 @@ class QKV(Operator):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Score(Operator):
+class _Attention(Operator):
+    """Gives a number for each pair of tokens and each head; tensor parallelism splits heads."""
+
     length: int
     memory_length: int
     heads: int
-    channels: int
 
     def values(self) -> tuple[Value, ...]:
         return (Value((self.heads, self.length, self.memory_length)),)
+
+    def splits(self, algo: int) -> tuple[Splits, Splits]:
+        return (1,), (1,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score(_Attention):
+    channels: int
 
     def splits(self, algo: int) -> tuple[Splits, Splits]:
         return (2, 2), (1,)
@@ -370,17 +384,8 @@ def _later(length: int, memory_length: int) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Softmax(Operator):
-    length: int
-    memory_length: int
-    heads: int
+class Softmax(_Attention):
     causal: bool
-
-    def values(self) -> tuple[Value, ...]:
-        return (Value((self.heads, self.length, self.memory_length)),)
-
-    def splits(self, algo: int) -> tuple[Splits, Splits]:
-        return (1,), (1,)
 
     def compute(self, w: OperatorModule, x: Sequence[Tensor], part: Part) -> Outputs:
         scores = x[0]
@@ -390,27 +395,15 @@ class Softmax(Operator):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionDropout(Operator):
-    length: int
-    memory_length: int
-    heads: int
+class AttentionDropout(_Attention):
     p: float
-
-    def values(self) -> tuple[Value, ...]:
-        return (Value((self.heads, self.length, self.memory_length)),)
-
-    def splits(self, algo: int) -> tuple[Splits, Splits]:
-        return (1,), (1,)
 
     def compute(self, w: OperatorModule, x: Sequence[Tensor], part: Part) -> Outputs:
         return _dropout(x[0], self.p, part, same=False)
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionContext(Operator):
-    length: int
-    memory_length: int
-    heads: int
+class AttentionContext(_Attention):
     channels: int
 
     def values(self) -> tuple[Value, ...]:
@@ -425,15 +418,10 @@ class AttentionContext(Operator):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DropoutAdd(Operator):
+class DropoutAdd(_Hidden):
     """``residual + dropout(x)``."""
 
-    length: int
-    hidden: int
     p: float
-
-    def values(self) -> tuple[Value, ...]:
-        return (Value((self.length, self.hidden)),)
 
     def compute(self, w: OperatorModule, x: Sequence[Tensor], part: Part) -> Outputs:
         return x[1] + _dropout(x[0], self.p, part, same=True)
@@ -476,7 +464,7 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
         return sums[0].log() - sums[1]
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         softmax, own, elsewhere = ctx.saved_tensors
         result = softmax.scatter_add(-1, own, -(~elsewhere).to(softmax.dtype).unsqueeze(-1))
         return result * gradient.unsqueeze(-1), None, None
@@ -569,17 +557,23 @@ class Shortcut(Operator):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchNorm(Operator):
-    """Statistics are of the whole micro-batch, over all data-parallel ranks."""
+class _Pixels(Operator):
+    """Gives channels of an image, which all tensor-parallel ranks have."""
 
     channels: int
     width: int
-    relu: bool = False
-    momentum: float = 0.1
-    eps: float = 1e-5
 
     def values(self) -> tuple[Value, ...]:
         return (Value((self.channels, self.width, self.width)),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchNorm(_Pixels):
+    """Statistics are of the whole micro-batch, over all data-parallel ranks."""
+
+    relu: bool = False
+    momentum: float = 0.1
+    eps: float = 1e-5
 
     def weights(self, algo: int) -> dict[str, Weight]:
         return {"weight": Weight((self.channels,), mean=1.0), "bias": Weight((self.channels,))}
@@ -612,22 +606,13 @@ class BatchNorm(Operator):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Relu(Operator):
-    channels: int
-    width: int
-
-    def values(self) -> tuple[Value, ...]:
-        return (Value((self.channels, self.width, self.width)),)
-
+class Relu(_Pixels):
     def compute(self, w: OperatorModule, x: Sequence[Tensor], part: Part) -> Outputs:
         return F.relu(x[0])
 
 
 @dataclass(frozen=True, kw_only=True)
-class MaxPool(Operator):
-    channels: int
-    width: int
-
+class MaxPool(_Pixels):
     def values(self) -> tuple[Value, ...]:
         width = (self.width + 2 - 3) // 2 + 1
         return (Value((self.channels, width, width)),)
@@ -681,7 +666,7 @@ class Model:
     size: str
     operators: tuple[Operator, ...]
     data: dict[str, Value]
-    facts: dict[str, Any] = field(default_factory=dict)  # keys of a plan that describe it
+    facts: Facts = field(default_factory=dict)  # keys of a plan that describe it
 
     @functools.cached_property
     def values(self) -> dict[str, Value]:

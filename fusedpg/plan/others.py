@@ -1,4 +1,4 @@
-"""How much processor time other processes took while something was measured."""
+"""Measures the processor time that other processes take."""
 
 from __future__ import annotations
 

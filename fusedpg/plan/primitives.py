@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -17,15 +18,15 @@ from fusedpg.plan.space import Candidate, Space, State, packed
 
 __all__ = ["PRIMITIVES", "Primitive", "balance", "finetune", "uniform_state"]
 
-# How many operators a border moves at once.
+# A border moves so many operators at once.
 _SHIFTS = (1, 2, 3, 5, 8, 13, 26, 52, 104)
 _BALANCE_ROUNDS = 6
 # Partners that give or take devices at once.
 _PARTNERS = 2
-# The weight of a MB against milliseconds when settings are chosen by both, as shares of the
-# stage's time over its memory.
 # Operators of a stage that are tried with another setting.
 _FLIPS = 40
+# The weight of a MB against milliseconds when settings are chosen by both, as shares of the
+# stage's time over its memory.
 _MEMORY_WEIGHTS = (0.0, 0.1, 0.3, 1.0, 3.0)
 
 
@@ -77,6 +78,14 @@ def _with_counts(state: State, counts: list[int]) -> State:
     return State(state.micro_batch, state.widths, tuple(stages))
 
 
+def _moved(state: State, stage: int, partner: int, step: int) -> State:
+    """The state whose stage has given operators to a partner; those in between pass them on."""
+    counts = state.counts
+    counts[stage] -= step
+    counts[partner] += step
+    return _with_counts(state, counts)
+
+
 def balance(space: Space, state: State) -> Candidate | None:
     """The state with borders that make all stages take the same time, as far as memory allows.
 
@@ -111,6 +120,14 @@ def balance(space: Space, state: State) -> Candidate | None:
         if here.rank < best.rank:
             best = here
     return best
+
+
+def _and_evened(space: Space, state: State) -> Iterator[State]:
+    """The state, and the one of it whose stages take the same time."""
+    yield state
+    evened = balance(space, state)
+    if evened is not None:
+        yield evened.state
 
 
 def _equal_times(prefixes: list[Array], factors: Array) -> list[int]:
@@ -150,21 +167,15 @@ def _moves(space: Space, candidate: Candidate, stage: int) -> Iterator[State]:
             break
         for partner in (stage - 1, stage + 1):
             if 0 <= partner < len(counts):
-                moved = list(counts)
-                moved[stage] -= step
-                moved[partner] += step
-                yield _with_counts(state, moved)
+                yield _moved(state, stage, partner, step)
     # Farther: all stages in between pass as many on.
-    load = [one.memory if candidate.overrun else one.time for one in candidate.stages]
-    order = sorted((one for one in range(len(counts)) if one != stage), key=lambda one: load[one])
+    others = (other for other in range(len(counts)) if other != stage)
+    order = sorted(others, key=candidate.loads.__getitem__)
     for partner in order[:2]:
         if abs(partner - stage) > 1:
             for step in _SHIFTS[:4]:
                 if step < counts[stage]:
-                    moved = list(counts)
-                    moved[stage] -= step
-                    moved[partner] += step
-                    yield _with_counts(state, moved)
+                    yield _moved(state, stage, partner, step)
     evened = balance(space, state)
     if evened is not None:
         yield evened.state
@@ -194,10 +205,7 @@ def _resized(
             return
         settings[stage] = chosen
     changed = State(state.micro_batch, widths, tuple(settings))
-    yield changed
-    evened = balance(space, changed)
-    if evened is not None:
-        yield evened.state
+    yield from _and_evened(space, changed)
 
 
 def best_setting(
@@ -226,35 +234,31 @@ def best_setting(
     return None if best is None else best[2]
 
 
-def _devices(direction: int, degree: int) -> Callable[[Space, Candidate, int], Iterator[State]]:
+def _devices(
+    direction: int, degree: int, space: Space, candidate: Candidate, stage: int
+) -> Iterator[State]:
     """inc_dp, dec_dp, inc_tp and dec_tp: devices move between the bottleneck and partners.
 
     Args:
         direction: 1 if the bottleneck gets devices, -1 if it gives some.
         degree: 0 if its tp changes, 1 if its dp does.
     """
-
-    def apply(space: Space, candidate: Candidate, stage: int) -> Iterator[State]:
-        state = candidate.state
-        tables = space.model.tables(state.micro_batch)
-        here = tables.settings[dominant(state, stage)]
-        others = [one for one in range(len(state.widths)) if one != stage]
-        if not others:
-            return
-        found: dict[int, list[int]] = {}
-        for setting, there in enumerate(tables.settings):
-            grows = (there[degree] - here[degree]) * direction > 0
-            if grows and there[1 - degree] == here[1 - degree] and there[2] == here[2]:
-                found.setdefault(there[0] * there[1], []).append(setting)
-        nearest = sorted(found, key=lambda width: abs(width - state.widths[stage]))
-        for width in nearest[:2]:
-            for partners in _partners(space, candidate, others, width - state.widths[stage]):
-                for setting in found[width]:
-                    yield from _resized(
-                        space, candidate, {stage: width, **partners}, {stage: setting}
-                    )
-
-    return apply
+    state = candidate.state
+    tables = space.model.tables(state.micro_batch)
+    here = tables.settings[dominant(state, stage)]
+    others = [one for one in range(len(state.widths)) if one != stage]
+    if not others:
+        return
+    found: dict[int, list[int]] = {}
+    for setting, there in enumerate(tables.settings):
+        grows = (there[degree] - here[degree]) * direction > 0
+        if grows and there[1 - degree] == here[1 - degree] and there[2] == here[2]:
+            found.setdefault(there[0] * there[1], []).append(setting)
+    nearest = sorted(found, key=lambda width: abs(width - state.widths[stage]))
+    for width in nearest[:2]:
+        for partners in _partners(space, candidate, others, width - state.widths[stage]):
+            for setting in found[width]:
+                yield from _resized(space, candidate, {stage: width, **partners}, {stage: setting})
 
 
 def _partners(
@@ -286,23 +290,16 @@ def _partners(
     return found[:3]
 
 
-def _micro_batch(direction: int) -> Callable[[Space, Candidate, int], Iterator[State]]:
+def _micro_batch(direction: int, space: Space, candidate: Candidate, stage: int) -> Iterator[State]:
     """inc_mbs and dec_mbs: the next size, with the best settings of every stage."""
-
-    def apply(space: Space, candidate: Candidate, stage: int) -> Iterator[State]:
-        state = candidate.state
-        place = space.micro_batches.index(state.micro_batch) + direction
-        if not 0 <= place < len(space.micro_batches):
-            return
-        micro_batch = space.micro_batches[place]
-        changed = with_micro_batch(space, state, micro_batch)
-        if changed is not None:
-            yield changed
-            evened = balance(space, changed)
-            if evened is not None:
-                yield evened.state
-
-    return apply
+    state = candidate.state
+    place = space.micro_batches.index(state.micro_batch) + direction
+    if not 0 <= place < len(space.micro_batches):
+        return
+    micro_batch = space.micro_batches[place]
+    changed = with_micro_batch(space, state, micro_batch)
+    if changed is not None:
+        yield from _and_evened(space, changed)
 
 
 def with_micro_batch(space: Space, state: State, micro_batch: int) -> State | None:
@@ -317,31 +314,27 @@ def with_micro_batch(space: Space, state: State, micro_batch: int) -> State | No
     return State(micro_batch, state.widths, tuple(settings))
 
 
-def _exchange(degree: int) -> Callable[[Space, Candidate, int], Iterator[State]]:
+def _exchange(degree: int, space: Space, candidate: Candidate, stage: int) -> Iterator[State]:
     """inc_tp_dec_dp and inc_dp_dec_tp: the bottleneck splits otherwise on the same devices."""
-
-    def apply(space: Space, candidate: Candidate, stage: int) -> Iterator[State]:
-        state = candidate.state
-        tables = space.model.tables(state.micro_batch)
-        here = tables.settings[dominant(state, stage)]
-        width = state.widths[stage]
-        for setting in space.settings(state.micro_batch, width).tolist():
-            if tables.settings[setting][degree] > here[degree]:
-                yield from _resized(space, candidate, {stage: width}, {stage: setting})
-
-    return apply
+    state = candidate.state
+    tables = space.model.tables(state.micro_batch)
+    here = tables.settings[dominant(state, stage)]
+    width = state.widths[stage]
+    for setting in space.settings(state.micro_batch, width).tolist():
+        if tables.settings[setting][degree] > here[degree]:
+            yield from _resized(space, candidate, {stage: width}, {stage: setting})
 
 
 PRIMITIVES = (
     Primitive("dec_op", "-", "-", "0", _moves),
-    Primitive("inc_dp", "-", "-", "+", _devices(1, 1)),
-    Primitive("dec_dp", "+", "+", "-", _devices(-1, 1)),
-    Primitive("inc_tp", "-", "-", "+", _devices(1, 0)),
-    Primitive("dec_tp", "+", "+", "-", _devices(-1, 0)),
-    Primitive("inc_mbs", "-", "+", "0", _micro_batch(1)),
-    Primitive("dec_mbs", "+", "-", "0", _micro_batch(-1)),
-    Primitive("inc_tp_dec_dp", "+", "-", "+", _exchange(0)),
-    Primitive("inc_dp_dec_tp", "-", "+", "-", _exchange(1)),
+    Primitive("inc_dp", "-", "-", "+", partial(_devices, 1, 1)),
+    Primitive("dec_dp", "+", "+", "-", partial(_devices, -1, 1)),
+    Primitive("inc_tp", "-", "-", "+", partial(_devices, 1, 0)),
+    Primitive("dec_tp", "+", "+", "-", partial(_devices, -1, 0)),
+    Primitive("inc_mbs", "-", "+", "0", partial(_micro_batch, 1)),
+    Primitive("dec_mbs", "+", "-", "0", partial(_micro_batch, -1)),
+    Primitive("inc_tp_dec_dp", "+", "-", "+", partial(_exchange, 0)),
+    Primitive("inc_dp_dec_tp", "-", "+", "-", partial(_exchange, 1)),
 )
 
 
@@ -476,10 +469,7 @@ def _shifted(state: State, stage: int) -> Iterator[State]:
         for direction in (-1, 1):
             partner = stage + direction
             while 0 <= partner < len(counts):
-                moved = list(counts)
-                moved[stage] -= step
-                moved[partner] += step
-                yield _with_counts(state, moved)
+                yield _moved(state, stage, partner, step)
                 partner += direction
 
 

@@ -20,9 +20,9 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -43,11 +43,13 @@ from fusedpg.tensor_parallel._epilogue import Place
 
 SIZES_MB = (1 / 256, 1 / 64, 1 / 16, 1 / 4, 1, 4, 16, 64)
 LARGEST_STEP_MB = 256.0  # of the weights of an optimizer's step; larger ones are in proportion
-BESIDE_S = 0.005  # that ranks compute beside a message
-PIECE_S = 0.06  # that ranks compute to see how they share cores, as a pass of a stage may
+COMPUTE_DURING_SEND_S = 0.005  # that ranks compute beside a message
+SHARE_CORES_S = 0.06  # that ranks compute to see how they share cores, as a pass of a stage may
 LONG_MS = 200.0  # of a collective, behind which larger ones are in proportion to their size
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "adamw")
 
+
+_T = TypeVar("_T")
 
 # --- operators ----------------------------------------------------------------------------
 
@@ -118,7 +120,7 @@ class _Measurement:
         own = groups([(rank,) for rank in range(dist.get_world_size())])[(dist.get_rank(),)]
         return _adamw(list(self.module.parameters()), own, repeats)
 
-    def memory(self) -> dict[str, Any]:
+    def memory(self) -> _Memory:
         """MB that stay and that pass, and which inputs and outputs backward needs."""
         self.backward(self.forward())  # gradients of weights are there, as in a later micro-batch
         kept: dict[int, int] = {}  # bytes by storage
@@ -214,6 +216,31 @@ def _mean(value: float) -> float:
     return float(total) / dist.get_world_size()
 
 
+def _numbered(names: Sequence[Hashable]) -> list[int]:
+    """Numbers for the names, in the order in which they come first."""
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return [numbers[name] for name in names]
+
+
+class _Memory(TypedDict):
+    """MB of an operator, and which of its inputs and outputs the backward pass needs."""
+
+    inside: float  # that stay until then, besides these
+    inputs_saved: list[bool]
+    outputs_saved: list[bool]
+    forward: float  # that pass
+    backward: float
+
+
+class _Cost(_Memory):
+    """The cost of an operator on one device."""
+
+    forward_us: float
+    backward_us: float
+    waiting_us: float
+    step_us: float
+
+
 class _Cache:
     """The measurements so far, a line each, so that an interrupted profile can go on."""
 
@@ -228,15 +255,16 @@ class _Cache:
                 path.write_text("".join(f"{line}\n" for line in lines))
         shared = [lines]
         dist.broadcast_object_list(shared)
-        self.known: dict[str, object] = {}
-        self.fresh: dict[str, object] = {}  # not written yet
+        self.known: dict[str, Any] = {}  # as JSON has it
+        self.fresh: dict[str, Any] = {}  # not written yet
         for line in shared[0]:
             self.known.update(json.loads(line))
 
-    def get(self, key: str, measure: Callable[[], object]) -> Any:
+    def get(self, key: str, measure: Callable[[], _T]) -> _T:
         if key not in self.known and key not in self.fresh:
             self.fresh[key] = measure()
-        return self.fresh.get(key, self.known.get(key))
+        found: _T = (self.fresh if key in self.fresh else self.known)[key]
+        return found
 
     def keep(self) -> None:
         """Writes what was measured since the last time."""
@@ -284,18 +312,12 @@ class Profiler:
         )
         digest = hashlib.sha256(repr(said).encode()).hexdigest()[:12]
         self.cache = _Cache(self.folder / f"measured_{self.stem}_{digest}.jsonl")
-        self.host = self._hosts()
+        local = fusedpg.group_info()["local_ranks"]
+        self.host = _numbered(_agreement.by_rank(min(local)))  # of each rank
         self.machine, self.cores = self._machines()
         # Operators by their names, which are the rows: the first of each.
         self.rows = {op.name: op for op in reversed(model.operators)}
         self.rows = dict(reversed(self.rows.items()))
-
-    def _hosts(self) -> list[int]:
-        """The number of each rank's host."""
-        local = fusedpg.group_info()["local_ranks"]
-        first = _agreement.by_rank(min(local))
-        numbers = {lowest: number for number, lowest in enumerate(dict.fromkeys(first))}
-        return [numbers[lowest] for lowest in first]
 
     def _machines(self) -> tuple[list[int], int]:
         """The number of each rank's machine, and the fewest cores that ranks of one share.
@@ -305,12 +327,12 @@ class Profiler:
         boot = Path("/proc/sys/kernel/random/boot_id")
         mine = boot.read_text() if boot.exists() else self.host[self.rank]
         everyone = _agreement.by_rank((mine, os.sched_getaffinity(0)))
-        numbers = {name: i for i, name in enumerate(dict.fromkeys(name for name, _ in everyone))}
-        cores: dict[object, set[int]] = {name: set() for name in numbers}
-        for name, allowed in everyone:
-            cores[name] |= allowed
-        fewest = min(len(found) for found in cores.values())
-        return [numbers[name] for name, _ in everyone], max(1, fewest // torch.get_num_threads())
+        machine = _numbered([name for name, _ in everyone])
+        cores = [set[int]() for _ in everyone]
+        for number, (_, allowed) in zip(machine, everyone):
+            cores[number] |= allowed
+        fewest = min(len(found) for found in cores if found)
+        return machine, max(1, fewest // torch.get_num_threads())
 
     def degrees(self) -> list[int]:
         """Tensor-parallel degrees: those whose ranks share a host, however the plan cuts."""
@@ -406,20 +428,25 @@ class Profiler:
     def _mb(self, shape: Sequence[int], value: Value) -> float:
         return math.prod(shape) * (value.dtype or self.dtype).itemsize / MB
 
-    def _measured(self, op: Operator, samples: int, tp: int, algo: int) -> dict[str, Any]:
+    def _measured(self, op: Operator, samples: int, tp: int, algo: int) -> _Cost:
         algo = min(algo, op.ways - 1) if tp > 1 else 0
         inputs = [self.model.values[name] for name in op.inputs]
         shapes = [(value.shape, value.high) for value in inputs]
         key = repr((op.kind(), shapes, samples, tp, algo))
 
-        def measure() -> dict[str, Any]:
+        def measure() -> _Cost:
             run = _Measurement(op, inputs, samples, self._part(tp, algo), self.dtype)
             times = self._in_turn(tp, lambda: [*run.times(self.repeats), run.step(self.repeats)])
-            names = ("forward_us", "backward_us", "waiting_us", "step_us")
-            return {**{name: _mean(t) * 1e6 for name, t in zip(names, times)}, **run.memory()}
+            forward, backward, waiting, step = (_mean(seconds) * 1e6 for seconds in times)
+            return {
+                "forward_us": forward,
+                "backward_us": backward,
+                "waiting_us": waiting,
+                "step_us": step,
+                **run.memory(),
+            }
 
-        found: dict[str, object] = self.cache.get(key, measure)
-        return found
+        return self.cache.get(key, measure)
 
     def _boundaries(self, samples: int, tp: int, algo: int) -> dict[str, tuple[float, float]]:
         """MB that one device has to have before each operator and to pass on after it."""
@@ -436,8 +463,8 @@ class Profiler:
             found.setdefault(op.name, (before, sum(live.values())))
         return found
 
-    def _needed(self, found: Mapping[str, Any], algo: int) -> dict[str, list[bool]]:
-        """Which outputs of an operator stay until backward, for it or for those that use them."""
+    def _needed(self, found: Mapping[str, _Cost], algo: int) -> dict[str, list[bool]]:
+        """Says which outputs stay until backward, for their operator or for those that use them."""
         saved = {
             name
             for op in self.model.operators
@@ -576,7 +603,7 @@ class Profiler:
                 arrived.append(time.perf_counter() - begin)
             else:
                 sent = dist.isend(tensor, pair[1]) if self.rank == pair[0] else None
-                while computed < BESIDE_S or not (sent is None or sent.is_completed()):
+                while computed < COMPUTE_DURING_SEND_S or not (sent is None or sent.is_completed()):
                     computed += _computed()
                 if sent is not None:
                     sent.wait()
@@ -586,7 +613,7 @@ class Profiler:
         return _mean(taken[0]) * self.world_size, _mean(taken[1]) * self.world_size / 2
 
     def _shared(self) -> list[float] | None:
-        """How many ranks share a machine, and how many cores they get; None if each has one.
+        """The number of ranks on a machine, and of cores that they get; None if each has one.
 
         They get a little less than there are: the system moves processes between cores too late,
         and has work of its own.
@@ -602,7 +629,7 @@ class Profiler:
             for _ in range(self.repeats + 2):
                 dist.barrier()
                 begin, computed = time.perf_counter(), 0.0
-                while here.index(self.rank) < active and computed < PIECE_S:
+                while here.index(self.rank) < active and computed < SHARE_CORES_S:
                     computed += _computed()
                 (ended,) = _agreement.largest([time.perf_counter() - begin], None)
                 times.append(_mean(computed) * ranks / ended)
@@ -633,7 +660,7 @@ class Profiler:
             "overlap": 0.0,  # gradients are reduced when the last backward pass has ended
             "model": dict(self.model.facts),
         }
-        shared: list[float] | None = self._undisturbed(
+        shared = self._undisturbed(
             "shared cores", lambda: self.cache.get("shared cores", self._shared)
         )
         if shared is not None:
@@ -650,7 +677,7 @@ class Profiler:
             csv.writer(text, lineterminator="\n").writerows(rows)
             _replace(self.folder / name, text.getvalue())
 
-    def _undisturbed(self, name: str, measure: Callable[[], object]) -> Any:
+    def _undisturbed(self, name: str, measure: Callable[[], _T]) -> _T:
         """Measures, and again while other processes take the cores."""
         for _ in range(self.tries):
             others = Others(self.machine)

@@ -1,4 +1,4 @@
-"""Which operators of a stage to recompute, so that it fits into memory in the least time.
+"""Chooses the operators to recompute, so that a stage fits into memory in the least time.
 
 Recomputing the operators ``i..j`` costs their forward pass and saves the activations of
 ``i..j - 1``. A segment ends where a layer begins, so layers can be decided alone: each has a
@@ -137,7 +137,7 @@ class Recomputation:
         in_flight: int,
         excess: float,
     ) -> Array:
-        """Which operators of a stage to recompute.
+        """The operators of a stage to recompute.
 
         Args:
             activations: MB of each operator.

@@ -9,20 +9,38 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 from fusedpg.plan.config import Plan
 
-HEADER = (
-    "plan",
-    "stage",
-    "predicted_ms",
-    "measured_ms",
-    "time_error_%",
-    "predicted_mb",
-    "measured_mb",
-    "memory_error_%",
-)
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+class Row(NamedTuple):
+    """A row of the table; errors are percent by which the prediction was too high."""
+
+    plan: str
+    stage: str  # "all": the whole iteration
+    predicted_ms: float | None
+    measured_ms: float
+    time_error: float | None
+    predicted_mb: float | None
+    measured_mb: float
+    memory_error: float | None
+
+
+HEADER = [name.replace("error", "error_%") for name in Row._fields]
+
+
+class OfRank(TypedDict):
+    """A rank's part of a file of ``train --measure``."""
+
+    rank: int
+    stages: list[int]
+    times: list[list[dict[str, float]]]  # of each step, of each of these stages
+    memory_mb: float
 
 
 @dataclass(frozen=True)
@@ -75,26 +93,25 @@ class Measured:
     def samples_per_second(self) -> float:
         return self.plan.global_batch_size / self.iteration_ms * 1e3
 
-    def rows(self) -> list[list[Any]]:
-        """In the columns of `HEADER`: the whole iteration, and each stage."""
+    def rows(self) -> list[Row]:
+        """The whole iteration, and each stage."""
         predicted = self.plan.predicted
         stages = self.plan.num_stages
-        times = [None] * stages if predicted is None else predicted.stage_times_ms
-        memory = [None] * stages if predicted is None else predicted.stage_memory_mb
-        lines: list[list[Any]] = [
-            [str(i), times[i], self.stage_times_ms[i], memory[i], self.stage_memory_mb[i]]
-            for i in range(stages)
-        ]
-        whole = None if predicted is None else predicted.time_ms
-        largest = None if predicted is None else max(predicted.stage_memory_mb)
-        lines.insert(0, ["all", whole, self.iteration_ms, largest, max(self.stage_memory_mb)])
+        times: Sequence[float | None] = [None] * (stages + 1)
+        memory = times
+        if predicted is not None:
+            times = [predicted.time_ms, *predicted.stage_times_ms]
+            memory = [max(predicted.stage_memory_mb), *predicted.stage_memory_mb]
+        names = ["all", *map(str, range(stages))]
+        took = [self.iteration_ms, *self.stage_times_ms]
+        used = [max(self.stage_memory_mb), *self.stage_memory_mb]
         return [
-            [self.name, stage, time, took, _error(time, took), most, used, _error(most, used)]
-            for stage, time, took, most, used in lines
+            Row(self.name, stage, time, ms, _error(time, ms), most, mb, _error(most, mb))
+            for stage, time, ms, most, mb in zip(names, times, took, memory, used)
         ]
 
 
-def _of_stages(plan: Plan, ranks: Sequence[Any]) -> tuple[list[float], ...]:
+def _of_stages(plan: Plan, ranks: Sequence[OfRank]) -> tuple[list[float], ...]:
     """Seconds of passes, of the optimizer and of waiting, and MB: of each stage's slowest rank."""
     found: list[list[float]] = [[0.0] * plan.num_stages for _ in range(4)]
     for rank in ranks:
@@ -113,7 +130,6 @@ def _of_stages(plan: Plan, ranks: Sequence[Any]) -> tuple[list[float], ...]:
 
 
 def _error(predicted: float | None, measured: float) -> float | None:
-    """Percent by which the prediction was too high."""
     return None if predicted is None else 100 * (predicted - measured) / measured
 
 
@@ -138,16 +154,18 @@ def trend(path: Path) -> dict[str, list[tuple[float, float]]]:
 # --- pictures -----------------------------------------------------------------------------
 
 
-def _axes(columns: int) -> tuple[object, Any]:
+def _figure(columns: int) -> tuple[Figure, list[Axes]]:
     import matplotlib
 
     matplotlib.use("Agg")  # without a screen
     from matplotlib import pyplot
 
-    return pyplot.subplots(1, columns, figsize=(5 * columns, 3.5), layout="constrained")
+    size = 5 * columns, 3.5
+    figure, axes = pyplot.subplots(1, columns, figsize=size, layout="constrained", squeeze=False)
+    return figure, list(axes[0])
 
 
-def _save(figure: Any, path: Path) -> Path:
+def _save(figure: Figure, path: Path) -> Path:
     from matplotlib import pyplot
 
     figure.savefig(path, dpi=150)
@@ -156,7 +174,7 @@ def _save(figure: Any, path: Path) -> Path:
 
 
 def _bars(
-    axes: Any, labels: Sequence[str], pairs: Sequence[tuple[float | None, float]], unit: str
+    axes: Axes, labels: Sequence[str], pairs: Sequence[tuple[float | None, float]], unit: str
 ) -> None:
     """Two bars for each label: what was predicted, where it was, and what was measured."""
     places = range(len(labels))
@@ -169,7 +187,7 @@ def _bars(
 
 def draw_throughput(found: Sequence[Measured], path: Path) -> Path:
     """Samples a second of each plan, relative to the first, as in figure 7 of Aceso's paper."""
-    figure, axes = _axes(1)
+    figure, (axes,) = _figure(1)
     first = found[0].samples_per_second
     pairs = []
     for each in found:
@@ -182,7 +200,7 @@ def draw_throughput(found: Sequence[Measured], path: Path) -> Path:
 
 def draw_search(found: dict[str, list[tuple[float, float]]], path: Path) -> Path:
     """The best plan so far over the time of the search, as in figure 8."""
-    figure, axes = _axes(1)
+    figure, (axes,) = _figure(1)
     for label, points in found.items():
         if points:
             axes.step(*zip(*points), where="post", marker=".", label=label)
@@ -194,11 +212,11 @@ def draw_search(found: dict[str, list[tuple[float, float]]], path: Path) -> Path
 
 def draw_stages(found: Sequence[Measured], path: Path) -> Path:
     """Time and memory of each stage, predicted and measured, as in figure 9."""
-    figure, (times, memory) = _axes(2)
+    figure, (times, memory) = _figure(2)
     rows = [row for each in found for row in each.rows()[1:]]
-    labels = [f"{row[0]} {row[1]}" for row in rows]
-    _bars(times, labels, [(row[2], row[3]) for row in rows], "ms an iteration")
-    _bars(memory, labels, [(row[5], row[6]) for row in rows], "MB a device")
+    labels = [f"{row.plan} {row.stage}" for row in rows]
+    _bars(times, labels, [(row.predicted_ms, row.measured_ms) for row in rows], "ms an iteration")
+    _bars(memory, labels, [(row.predicted_mb, row.measured_mb) for row in rows], "MB a device")
     return _save(figure, path)
 
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import Any
+from multiprocessing.queues import SimpleQueue
 
 from fusedpg.plan.config import Plan
 from fusedpg.plan.primitives import (
@@ -33,7 +33,7 @@ __all__ = ["Found", "Limits", "NoPlanFits", "Search", "Step", "search"]
 # A candidate this much slower than the best may be where a later trial starts.
 _POOL_SLACK = 1.2
 _POOL_SIZE = 2000
-# How many candidates of a group are followed, best first.
+# So many candidates of a group are followed, best first.
 _BEAM = 3
 _START_WIDTHS = 3
 
@@ -124,7 +124,7 @@ class Found:
         """Milliseconds of the best plan."""
         return _predicted(self.plans[0]) if self.plans else float("inf")
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         result = dataclasses.asdict(self)
         result["plans"] = [plan.to_json() for plan in self.plans]
         return result
@@ -145,12 +145,10 @@ def in_short(space: Space, state: State) -> str:
     return f"micro-batch {state.micro_batch}: " + " | ".join(parts)
 
 
-def bottlenecks(space: Space, candidate: Candidate) -> list[int]:
+def bottlenecks(candidate: Candidate) -> list[int]:
     """Stages by how much they need relief: of memory if one does not fit, else of time."""
-    stages = candidate.stages
-    if candidate.overrun > 0:
-        return sorted(range(len(stages)), key=lambda one: -stages[one].memory)
-    return sorted(range(len(stages)), key=lambda one: -stages[one].time)
+    loads = candidate.loads
+    return sorted(range(len(loads)), key=lambda stage: -loads[stage])
 
 
 def groups(space: Space, candidate: Candidate, stage: int) -> Iterator[tuple[str, list[Primitive]]]:
@@ -327,7 +325,7 @@ class Search:
         if hop == self.limits.hops or here.state in self._expanded:
             return None
         self._expanded.add(here.state)
-        for stage in bottlenecks(self.space, here)[: None if hop == 0 else 1]:
+        for stage in bottlenecks(here)[: None if hop == 0 else 1]:
             for why, primitives in groups(self.space, here, stage):
                 found: list[tuple[Candidate, str]] = []
                 for primitive in primitives:
@@ -438,10 +436,11 @@ class Search:
         return None
 
 
-_worker: tuple[Callable[[], Space], Any] | None = None
+_Progress = tuple[int, int, float]
+_worker: tuple[Callable[[], Space], SimpleQueue[_Progress]] | None = None
 
 
-def _begin(make: Callable[[], Space], events: object) -> None:
+def _begin(make: Callable[[], Space], events: SimpleQueue[_Progress]) -> None:
     global _worker
     _worker = make, events
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends this one
@@ -484,7 +483,7 @@ def search(
     if workers <= 1:
         return [Search(make(), one, seed, limits, top).run(progress) for one in stages]
     context = multiprocessing.get_context("fork")
-    events = context.SimpleQueue()
+    events: SimpleQueue[_Progress] = context.SimpleQueue()
     others = set(multiprocessing.active_children())
     with ProcessPoolExecutor(workers, context, _begin, (make, events)) as pool:
         # The most stages take longest.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ import numpy as np
 
 from fusedpg.plan.config import Plan
 from fusedpg.plan.database import MissingRow
-from fusedpg.plan.model import Array, CostModel, Place, Price, StagePrice
+from fusedpg.plan.model import Array, CostModel, Place, StagePrice
 from fusedpg.plan.recompute import Recomputation
 
 __all__ = ["Candidate", "Space", "State"]
@@ -36,7 +37,7 @@ class State:
 
     @property
     def counts(self) -> list[int]:
-        """How many operators each stage has."""
+        """The number of operators of each stage."""
         return [len(setting) // 2 for setting in self.settings]
 
     def numbers(self, stage: int) -> Array:
@@ -84,6 +85,11 @@ class Candidate:
     overrun: float  # MB beyond the limit
 
     @property
+    def loads(self) -> list[float]:
+        """MB of each stage if one does not fit, else milliseconds."""
+        return [stage.memory if self.overrun > 0 else stage.time for stage in self.stages]
+
+    @property
     def rank(self) -> tuple[float, float]:
         """The smaller, the better: plans that fit by time, others by how far they do not."""
         return (self.overrun, self.time)
@@ -124,34 +130,22 @@ class Space:
         self._recomputation = Recomputation()
         self._starts, self._may_recompute = _layers(model)
         self._stages: dict[tuple[object, ...], tuple[StagePrice, bytes] | MissingRow] = {}
-        self._places: dict[tuple[tuple[int, ...], int], Place] = {}
-        self._widths: dict[tuple[int, int], Array] = {}
-        self._prefix: dict[tuple[int, int], Array] = {}
+        self.place = functools.cache(model.place)
+        self.settings = functools.cache(self._settings)
+        self.prefix = functools.cache(self._prefix)
 
-    def settings(self, micro_batch: int, width: int) -> Array:
+    def _settings(self, micro_batch: int, width: int) -> Array:
         """The settings for a stage of so many devices."""
-        key = (micro_batch, width)
-        if key not in self._widths:
-            self._widths[key] = np.flatnonzero(self.model.tables(micro_batch).width == width)
-        return self._widths[key]
+        return np.flatnonzero(self.model.tables(micro_batch).width == width)
 
-    def prefix(self, micro_batch: int, setting: int) -> Array:
+    def _prefix(self, micro_batch: int, setting: int) -> Array:
         """Milliseconds of all operators before each, if all have one setting."""
-        key = (micro_batch, setting)
-        if key not in self._prefix:
-            tables = self.model.tables(micro_batch)
-            kind, pair = self.model.kind, self.model.pair
-            times = tables.forward[setting, kind] + tables.backward[setting, kind]
-            times[1:] += tables.reshard_forward[pair, setting, setting]
-            times[1:] += tables.reshard_backward[pair, setting, setting]
-            self._prefix[key] = np.concatenate([[0.0], np.cumsum(times)])
-        return self._prefix[key]
-
-    def place(self, widths: tuple[int, ...], stage: int) -> Place:
-        key = (widths, stage)
-        if key not in self._places:
-            self._places[key] = self.model.place(widths, stage)
-        return self._places[key]
+        tables = self.model.tables(micro_batch)
+        kind, pair = self.model.kind, self.model.pair
+        times = tables.forward[setting, kind] + tables.backward[setting, kind]
+        times[1:] += tables.reshard_forward[pair, setting, setting]
+        times[1:] += tables.reshard_backward[pair, setting, setting]
+        return np.concatenate([[0.0], np.cumsum(times)])
 
     def stage(self, state: State, stage: int, first: int) -> tuple[StagePrice, bytes]:
         """The price of a stage, and which operators it recomputes.
@@ -257,18 +251,20 @@ class Space:
         overrun = sum(max(0.0, one - self.memory_limit) for one in memory)
         return Candidate(state, tuple(stages), tuple(flags), time, max(memory), overrun)
 
-    def price(self, candidate: Candidate) -> Price:
-        micro_batches = self.global_batch // candidate.state.micro_batch
-        return self.model.whole(candidate.stages, micro_batches)
-
     def plan(self, candidate: Candidate) -> Plan:
         """The plan of a candidate, with its prediction."""
-        state = candidate.state
+        return self.plan_of(candidate.state, candidate.flags, candidate.stages)
+
+    def plan_of(
+        self, state: State, flags: Sequence[bytes], stages: Sequence[StagePrice] = ()
+    ) -> Plan:
+        """The plan of a state, with a prediction if the prices of its stages are given."""
+        price = self.model.whole(stages, self.global_batch // state.micro_batch) if stages else None
         settings = self.model.tables(state.micro_batch).settings
-        stages = [[settings[i] for i in state.numbers(s)] for s in range(len(state.widths))]
+        degrees = [[settings[i] for i in state.numbers(s)] for s in range(len(state.widths))]
 
         def each(part: int) -> tuple[tuple[int, ...], ...]:
-            return tuple(tuple(one[part] for one in stage) for stage in stages)
+            return tuple(tuple(op[part] for op in stage) for stage in degrees)
 
         database = self.model.database
         return Plan(
@@ -280,8 +276,8 @@ class Space:
             num_ops_in_each_stage=tuple(state.counts),
             model_parallel_size_of_each_op=each(0),
             data_parallel_size_of_each_op=each(1),
-            recompute_ops=tuple(tuple(flags) for flags in candidate.flags),
+            recompute_ops=tuple(map(tuple, flags)),
             algo_of_each_op=each(2),
             model=database.operators.model,
-            predicted=self.price(candidate).prediction(),
+            predicted=None if price is None else price.prediction(),
         ).check()

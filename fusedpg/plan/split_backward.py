@@ -59,7 +59,7 @@ def backward_inputs(
     """
     leaves = {get_gradient_edge(tensor).node for tensor in inputs}
     named = {get_gradient_edge(w).node: w for w in weights if w.requires_grad}
-    # Of each operation whether it leads to an input, and to which weights beside those ways.
+    # For each operation: whether it leads to an input, and to which weights beside those ways.
     leads: dict[Node, bool] = {}
     beside: dict[Node, dict[Node, None]] = {}
     roots = [get_gradient_edge(tensor).node for tensor in outputs]

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,7 +44,7 @@ class Route:
 
 
 class Placement:
-    """Which stage and which devices compute what, and by which routes values travel."""
+    """The stage and devices of every operator, and the routes by which values travel."""
 
     def __init__(self, model: Model, plan: Plan) -> None:
         plan.check(model.names)
@@ -128,7 +128,7 @@ class Placement:
 
 # --- groups and messages ------------------------------------------------------------------
 
-Sent = tuple[Any, Tensor]
+Sent = tuple[dist.Work, Tensor]
 """A message's Work, and the tensor that has to stay until it is done."""
 
 _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -201,7 +201,9 @@ class Link:
         sent = []
         for target, index in self.move.sends:
             part = x[index].contiguous()
-            sent.append((dist.isend(part, target, tag=self.tag), part))
+            work = dist.isend(part, target, tag=self.tag)
+            assert work is not None  # both ranks are in the group
+            sent.append((work, part))
         if self.move.own is not None:
             self.own[micro_batch] = x[self.move.own[0]].clone()
         return sent
@@ -215,6 +217,7 @@ class Link:
             direct = view.is_contiguous()
             buffer = view if direct else torch.empty(shape, dtype=self.dtype)
             work = dist.irecv(buffer, source, tag=self.tag)
+            assert work is not None
             parts.append((work, None if direct else index, buffer))
         return Pending(result, parts)
 
@@ -233,7 +236,7 @@ class Pending:
     """A block that is on its way."""
 
     result: Tensor
-    parts: list[tuple[Any, tuple[slice, ...] | None, Tensor]]
+    parts: list[tuple[dist.Work, tuple[slice, ...] | None, Tensor]]
 
 
 def exchanged(x: Tensor, move: Move, group: dist.ProcessGroup | None) -> Tensor:
@@ -329,16 +332,12 @@ class Stage:
             )
             for i, op in enumerate(self.operators)
         ]
-        self.incoming = [
+        ways = [
             (route, links[route.number, False], links[route.number, True])
             for route in placement.routes
-            if route.target_stage == index
         ]
-        self.outgoing = [
-            (route, links[route.number, False], links[route.number, True])
-            for route in placement.routes
-            if route.source_stage == index
-        ]
+        self.incoming = [way for way in ways if way[0].target_stage == index]
+        self.outgoing = [way for way in ways if way[0].source_stage == index]
         self.runs = self._runs()
         self.times = Times()
         self.step = 0
@@ -359,13 +358,11 @@ class Stage:
 
     def _runs(self) -> list[tuple[bool, range]]:
         """Runs of operators that are recomputed together, or not at all."""
+        flags = (self.placement.degrees(self.first + i)[3] for i in range(len(self.operators)))
         runs: list[tuple[bool, range]] = []
-        for i in range(len(self.operators)):
-            again = self.placement.degrees(self.first + i)[3]
-            if runs and runs[-1][0] == again:
-                runs[-1] = (again, range(runs[-1][1].start, i + 1))
-            else:
-                runs.append((again, range(i, i + 1)))
+        for again, run in itertools.groupby(flags):
+            first = runs[-1][1].stop if runs else 0
+            runs.append((again, range(first, first + len(list(run)))))
         return runs
 
     def expect(self, kind: str, micro_batch: int) -> None:

@@ -60,7 +60,7 @@ class TracedOperator(Operator):
             torch.manual_seed(hash((part.seed, part.dp_rank)))
             return functional_call(self.graph, held, tuple(x))
 
-    def kind(self) -> tuple[Any, ...]:
+    def kind(self) -> tuple[object, ...]:
         shapes = tuple(tuple(p.shape) for p in self.graph.parameters())
         return ("Traced", self.graph.code, repr(self.graph), shapes)
 

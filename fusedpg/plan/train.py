@@ -7,10 +7,9 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 import fusedpg
 from fusedpg import _agreement
+from fusedpg.optim import FusedOptimizer
 from fusedpg.optim._torch import asked_by_checkpoint
 from fusedpg.plan import models
 from fusedpg.plan.config import Plan, PlanError, positive_integer
@@ -27,7 +27,7 @@ from fusedpg.plan.operators import Model
 from fusedpg.plan.schedule import Action, actions
 from fusedpg.plan.stage import Link, Placement, Sent, Stage, Times, groups
 
-OPTIMIZERS = {
+OPTIMIZERS: dict[str, Callable[..., FusedOptimizer]] = {
     "adamw": fusedpg.optim.AdamW,
     "adam": fusedpg.optim.Adam,
     "sgd": fusedpg.optim.SGD,
@@ -73,7 +73,7 @@ class Trainer:
         model: Model | None = None,
         *,
         optimizer: str = "adamw",
-        options: Mapping[str, Any] | None = None,
+        options: Mapping[str, object] | None = None,
         dtype: torch.dtype = torch.float32,
         seed: int = 0,
     ) -> None:
@@ -102,8 +102,11 @@ class Trainer:
         self._steps = 0
 
     def _optimizers(
-        self, process_groups: Mapping[tuple[int, ...], Any], kind: Any, options: Mapping[str, Any]
-    ) -> list[fusedpg.optim.FusedOptimizer]:
+        self,
+        process_groups: Mapping[tuple[int, ...], dist.ProcessGroup],
+        kind: Callable[..., FusedOptimizer],
+        options: Mapping[str, object],
+    ) -> list[FusedOptimizer]:
         """One for each set of data-parallel ranks, in an order that these share."""
         params: dict[tuple[int, ...], list[nn.Parameter]] = {}
         for stage in self.stages.values():
@@ -215,9 +218,7 @@ class Trainer:
                 for name, value in module.state_dict().items():
                     key = f"{stage.first + i}.{name}"
                     mine[key] = (module.part.tp_rank, value.detach().clone())
-        everything: list[Any] | None = (
-            [None] * dist.get_world_size() if not dist.get_rank() else None
-        )
+        everything = [mine] * dist.get_world_size() if not dist.get_rank() else None
         dist.gather_object(mine, everything)
         if everything is None:
             return {}
@@ -236,7 +237,7 @@ class Trainer:
         return torch.cat([parts[t] for t in sorted(parts)], weight.split)
 
 
-def _refuse_checkpoint(optimizer: Any) -> None:
+def _refuse_checkpoint(optimizer: torch.optim.Optimizer) -> None:
     if asked_by_checkpoint():
         raise RuntimeError(
             "an optimizer of a plan's Trainer numbers the parameters of this rank's stages, and "

@@ -1,20 +1,23 @@
-"""How ranks divide a dimension of rows, and what they send each other of it."""
+"""The division of a dimension of rows over ranks, and their messages about it."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import operator
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import SupportsIndex, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-# Of the second names torch 2.13 says that they are deprecated.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# torch 2.13 deprecates the fallback names.
+_Collective = Callable[..., dist.Work]
+_all_gather: _Collective = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter: _Collective = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+_Given = TypeVar("_Given", torch.Tensor, torch.Tensor | None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +45,7 @@ class Blocks:
 
     @staticmethod
     def of(shape: Sequence[int], dim: int, ranks: int) -> Blocks:
-        """Of rows of this shape, whose dimension `dim` the ranks divide."""
+        """The blocks of rows of this shape, whose dimension `dim` the ranks divide."""
         rows = shape[dim] // ranks * math.prod(shape[dim + 1 :])
         return Blocks(math.prod(shape[:dim]), ranks, rows)
 
@@ -111,13 +114,14 @@ def dimension(title: str, sequence_dim: int, shape: Sequence[int]) -> int:
     return dim
 
 
-def landed(tensor: Any) -> Any:
+def landed(tensor: _Given) -> _Given:
     """A tensor with memory: DTensor may give one that waits for a collective when it is used."""
-    waits = type(tensor) is not torch.Tensor and isinstance(tensor, AsyncCollectiveTensor)
-    return tensor.wait() if waits else tensor
+    if type(tensor) is not torch.Tensor and isinstance(tensor, AsyncCollectiveTensor):
+        return tensor.wait()
+    return tensor
 
 
-def checked(sequence_dim: Any) -> int | None:
+def checked(sequence_dim: SupportsIndex | None) -> int | None:
     return None if sequence_dim is None else operator.index(sequence_dim)
 
 
@@ -177,7 +181,10 @@ def scatter_sum(by_rank: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor
     return part
 
 
-def begin_scatter_sum(by_rank: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, Any]:
+def begin_scatter_sum(
+    by_rank: torch.Tensor, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, dist.Work | None]:
+    """The same, begun; without a Work it has ended."""
     ranks = dist.get_world_size(group)
     if ranks == 1:
         return by_rank, None

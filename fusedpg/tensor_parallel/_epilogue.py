@@ -1,4 +1,4 @@
-"""What follows a row-parallel product: a sum, + bias, dropout, + residual.
+"""The operations behind a row-parallel product: a sum, + bias, dropout, + residual.
 
 The sum is an all_reduce, or with `Blocks` a reduce_scatter, and what follows it torch's functions:
 a program of one operation was slower at 1 and 16 tokens, and about as fast at 256. Dropout is such
@@ -11,7 +11,7 @@ import functools
 import math
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -33,8 +33,14 @@ _CHUNKS = 4
 _LEAST = 1 << 20  # bytes of a product that is summed in chunks
 
 
+class Work(Protocol):
+    """An operation that has begun."""
+
+    def wait(self) -> object: ...
+
+
 _lock = _fork.lock()
-_plans: dict[Any, Direct | None] = {}  # replaced, never emptied: it is read without the lock
+_plans: dict[object, Direct | None] = {}  # replaced, never emptied: it is read without the lock
 
 
 def _plan(key: object, function: FusedFunction, world_size: int, **values: object) -> Direct | None:
@@ -49,6 +55,38 @@ def _plan(key: object, function: FusedFunction, world_size: int, **values: objec
             except IllegalTransformation:  # slices that are not of whole rows
                 _plans[key] = None
         return _plans[key]
+
+
+class Epilogue(NamedTuple):
+    """The operations behind the sum of all ranks' products.
+
+    Args:
+        bias: is added to the sum.
+        residual: is added in the end; of this rank's rows.
+        p: the probability of dropout between both.
+        seed: of the dropout.
+        overlap: as the layer's argument.
+        blocks: which rows of the sum this rank gets; None: all.
+    """
+
+    bias: torch.Tensor | None = None
+    residual: torch.Tensor | None = None
+    p: float = 0.0
+    seed: int = 0
+    overlap: bool | None = None
+    blocks: Blocks | None = None
+
+    def values(self, product: torch.Tensor, rows: slice | None = None) -> dict[str, object]:
+        """The arguments of the program with dropout; `rows`: those of the residual, if not all."""
+        residual = self.residual
+        if residual is not None and rows is not None:
+            residual = residual[rows]
+        names = ("x", "bias", "residual", "p", "seed")
+        return dict(zip(names, (product, self.bias, residual, self.p, self.seed), strict=True))
+
+    def firsts(self, rank: int, features: int) -> Sequence[int]:
+        """The index in the sum of the first element of each of a rank's blocks."""
+        return (0,) if self.blocks is None else self.blocks.firsts(rank, features)
 
 
 class Place:
@@ -108,17 +146,19 @@ class Place:
         return usual and bool(load_extension()._fusion_settings()[0])
 
     def _direct(
-        self,
-        product_shape: tuple[int, ...],
-        dtype: torch.dtype,
-        bias: torch.Tensor | None,
-        residual: torch.Tensor | None,
-        scatters: bool,
+        self, shape: tuple[int, ...], dtype: torch.dtype, epilogue: Epilogue
     ) -> tuple[object, Direct | None]:
-        """The program with dropout, and its key; None for what does not run as generated code."""
+        """The program with dropout, and its key; None for what does not run as generated code.
+
+        Args:
+            shape: of the products.
+            dtype: likewise.
+        """
+        bias, residual = epilogue.bias, epilogue.residual
+        scatters = epilogue.blocks is not None
         key = (
             self.size,
-            product_shape,
+            shape,
             dtype,
             None if bias is None else bias.dtype,
             None if residual is None else residual.dtype,
@@ -129,13 +169,12 @@ class Place:
         plans = _plans
         if key in plans:
             return key, plans[key]
-        values: dict[str, object] = {"x": torch.empty(product_shape, dtype=dtype, device="meta")}
+        values: dict[str, object] = {"x": torch.empty(shape, dtype=dtype, device="meta")}
         values["bias"] = None if bias is None else bias.to("meta")
         values |= {"p": 0.5, "seed": 0}
         function = programs.part_at_once if scatters else programs.whole_at_once
         if residual is not None:
-            count = math.prod(product_shape)
-            given = shard_range(count, self.size, 0)[1:] if scatters else product_shape
+            given = shard_range(math.prod(shape), self.size, 0)[1:] if scatters else shape
             values["residual"] = torch.empty(given, dtype=residual.dtype, device="meta")
             function = programs.part_and_residual_at_once if scatters else function
         elif not scatters:
@@ -143,53 +182,33 @@ class Place:
         return key, _plan(key, function, self.size, **values)
 
     def sum_products(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        residual: torch.Tensor | None,
-        p: float,
-        seed: int,
-        overlap: bool | None,
-        blocks: Blocks | None = None,
+        self, x: torch.Tensor, weight: torch.Tensor, epilogue: Epilogue
     ) -> torch.Tensor:
-        """The sum of all ranks' F.linear(x, weight), and what follows it.
-
-        Args:
-            blocks: which rows of the sum this rank gets; None: all.
-        """
-        chunks = self.chunks(x, weight, overlap)
-        call = (bias, residual, p, seed, blocks)
+        """The sum of all ranks' F.linear(x, weight), and what follows it."""
+        chunks = self.chunks(x, weight, epilogue.overlap)
         if chunks > 1:
-            overlapped = self._overlapped(x, weight, *call, chunks)
+            overlapped = self._overlapped(x, weight, epilogue, chunks)
             if overlapped is not None:
                 return overlapped
-        return self.finish(F.linear(x, weight), *call)
+        return self.finish(F.linear(x, weight), epilogue)
 
-    def finish(
-        self,
-        product: torch.Tensor,
-        bias: torch.Tensor | None,
-        residual: torch.Tensor | None,
-        p: float,
-        seed: int,
-        blocks: Blocks | None = None,
-    ) -> torch.Tensor:
+    def finish(self, product: torch.Tensor, epilogue: Epilogue) -> torch.Tensor:
         """The sum of all ranks' products, which are ours to write to, and what follows it.
 
         Without dropout and `blocks` they may have any shape that ends with the features.
         """
+        blocks, p = epilogue.blocks, epilogue.p
         if p and product.numel() and self._compiles(product):
-            result = self._at_once(product, bias, residual, p, seed, blocks)
+            result = self._at_once(product, epilogue)
             if result is not None:
                 return result
         if p and blocks is None:
-            values: dict[str, Any] = {"x": product, "bias": bias, "residual": residual}
-            eager: torch.Tensor = programs.whole(**values, p=p, seed=seed, group=self.group)
+            values = epilogue.values(product).values()
+            eager: torch.Tensor = programs.whole(*values, group=self.group)
             return eager
         # Other backends may round each addition of 16-bit types.
         ours = self.backend is not None and product.device.type == "cpu"
-        plain = bias is None and residual is None and not p and blocks is None
+        plain = epilogue.bias is None and epilogue.residual is None and not p and blocks is None
         wide = product if ours or plain or product.dtype.itemsize > 2 else product.float()
         if blocks is None:
             dist.all_reduce(wide, group=self.group)
@@ -197,78 +216,51 @@ class Place:
         else:
             total = scatter_sum(blocks.by_rank(wide), self.group)
         total = total if total.dtype is product.dtype else total.to(product.dtype)
-        return self._rest(total, bias, residual, p, seed, blocks)
+        return self._rest(total, epilogue)
 
-    def _rest(
-        self,
-        total: torch.Tensor,
-        bias: torch.Tensor | None,
-        residual: torch.Tensor | None,
-        p: float,
-        seed: int,
-        blocks: Blocks | None,
-    ) -> torch.Tensor:
-        """What follows the sum, in its memory where types allow that."""
+    def _rest(self, total: torch.Tensor, epilogue: Epilogue) -> torch.Tensor:
+        """Applies the operations behind the sum, in its memory where types allow that."""
+        bias, residual = epilogue.bias, epilogue.residual
         if bias is not None:
             total = total.add_(bias) if bias.dtype == total.dtype else total + bias
-        if p:
-            firsts = (0,) if blocks is None else blocks.firsts(self.rank, total.shape[1])
-            total = dropped(total, p, seed, firsts)
+        if epilogue.p:
+            firsts = epilogue.firsts(self.rank, total.shape[1])
+            total = dropped(total, epilogue.p, epilogue.seed, firsts)
         if residual is not None:
             total = total.add_(residual) if residual.dtype == total.dtype else residual + total
         return total
 
-    def _at_once(
-        self,
-        product: torch.Tensor,
-        bias: torch.Tensor | None,
-        residual: torch.Tensor | None,
-        p: float,
-        seed: int,
-        blocks: Blocks | None,
-    ) -> torch.Tensor | None:
+    def _at_once(self, product: torch.Tensor, epilogue: Epilogue) -> torch.Tensor | None:
         """`finish` with dropout as one operation; None where a rank cannot, and all know it."""
-        scatters = blocks is not None
-        key, direct = self._direct(product.shape, product.dtype, bias, residual, scatters)
+        blocks = epilogue.blocks
+        key, direct = self._direct(product.shape, product.dtype, epilogue)
         if direct is None:
             return None
-        values: dict[str, Any] = {"x": product, "bias": bias, "residual": residual}
-        values |= {"p": p, "seed": seed}
         # In the product's place: other memory of its size would be mapped anew in each call.
         result = product if blocks is None else blocks.part(product)
-        sizes: dict[str, Any] = {}
-        if blocks is not None:
-            sizes = {"runs": blocks.runs, "spacing": blocks.rows * product.shape[1]}
-        if direct.begin(self.backend, values, [result], **sizes).wait():
+        values = epilogue.values(product)
+        runs, spacing = (0, 0) if blocks is None else (blocks.runs, blocks.rows * product.shape[1])
+        if direct.begin(self.backend, values, [result], runs=runs, spacing=spacing).wait():
             return result
         self._eager.add(key)
         return None
 
     def _overlapped(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        residual: torch.Tensor | None,
-        p: float,
-        seed: int,
-        blocks: Blocks | None,
-        chunks: int,
+        self, x: torch.Tensor, weight: torch.Tensor, epilogue: Epilogue, chunks: int
     ) -> torch.Tensor | None:
         """Rows are summed while the next are multiplied; None where that cannot be."""
-        features = weight.shape[0]
+        blocks, features = epilogue.blocks, weight.shape[0]
         pieces = list((blocks or Blocks(1, 1, x.shape[0])).pieces(chunks))
-        found: dict[int, tuple[object, Direct | None]] = {}
-        if p:
+        programs_of: dict[int, tuple[object, Direct | None]] = {}  # by the rows of a piece
+        if epilogue.p:
             if not self._compiles(x):
                 return None
             for rows in {piece.blocks.whole_rows for piece in pieces}:
-                shape = (rows, features)
-                found[rows] = self._direct(shape, x.dtype, bias, residual, blocks is not None)
-            if any(direct is None for _, direct in found.values()):
+                programs_of[rows] = self._direct((rows, features), x.dtype, epilogue)
+            if any(direct is None for _, direct in programs_of.values()):
                 return None
         result = x.new_empty(x.shape[0] if blocks is None else blocks.part_rows, features)
-        begun: list[Any] = []
+        begun: list[Work] = []
         products = []  # which are read until the end
         for piece in pieces:
             target = result[piece.part]
@@ -277,14 +269,13 @@ class Place:
             else:
                 product = torch.mm(blocks.cut(x, piece), weight.t())
                 products.append(product)
-            direct = found[len(product)][1] if p else None
+            direct = programs_of[len(product)][1] if epilogue.p else None
             if direct is not None:
-                values = {"x": product, "bias": bias, "p": p, "seed": seed}
-                values["residual"] = None if residual is None else residual[piece.part]
-                sizes: dict[str, Any] = {"first": piece.first * features}
+                sizes = {"first": piece.first * features}
                 if blocks is not None:
                     sizes |= {"runs": piece.blocks.runs, "spacing": blocks.rows * features}
-                work = direct.begin(self.backend, values, [target], async_op=True, **sizes)
+                values = epilogue.values(product, piece.part)
+                work: Work = direct.begin(self.backend, values, [target], async_op=True, **sizes)
             elif blocks is None:
                 work = dist.all_reduce(target, group=self.group, async_op=True)
             else:
@@ -292,12 +283,12 @@ class Place:
                 work = reduce_scatter(target, products[-1], group=self.group, async_op=True)
             begun.append(work)
         done = [work.wait() for work in begun]
-        if not p:
-            return self._rest(result, bias, residual, p, seed, blocks)
+        if not epilogue.p:
+            return self._rest(result, epilogue)
         if all(done):
             return result
         # Parts that are done are no products any more.
-        self._eager.update(key for key, _ in found.values())
+        self._eager.update(key for key, _ in programs_of.values())
         return None
 
 
@@ -324,4 +315,4 @@ def dropped(x: torch.Tensor, p: float, seed: int, firsts: Sequence[int] = (0,)) 
     return torch.where(keep, x * (1 / (1 - p)) if p < 1 else x, torch.zeros_like(x))
 
 
-__all__ = ["Place", "dropped"]
+__all__ = ["Epilogue", "Place", "dropped"]

@@ -18,14 +18,14 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from fusedpg._refusal import shared_errors, tell, telling
 from fusedpg.tensor_parallel._blocks import Blocks, checked, dimension, landed
-from fusedpg.tensor_parallel._epilogue import Place
+from fusedpg.tensor_parallel._epilogue import Epilogue, Place
 from fusedpg.tensor_parallel._sequence import Columns, Rows, columns, normed, summed_rows
 
 _Linear = TypeVar("_Linear", bound="ParallelLinear")
 
 
 class ParallelLinear(nn.Linear):
-    """What both layers have in common."""
+    """The common part of both layers."""
 
     _title = ""
     _weight: Placement
@@ -214,7 +214,7 @@ class ColumnParallelLinear(ParallelLinear):
         self.sequence_dim = checked(sequence_dim)
         self.overlap = overlap
 
-    def forward(self, input: torch.Tensor) -> Any:
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
         """This rank's features of the output."""
         if torch.compiler.is_compiling():
             return self._uncompiled(input)
@@ -362,12 +362,13 @@ class RowParallelLinear(ParallelLinear):
         elif not 0 <= seed < 1 << 64:
             raise ValueError(f"a seed is a number from 0 to 2^64 - 1, got {seed}")
         if not p and blocks is None and self._is_plain(x, weight):
-            return place.finish(F.linear(x, weight), bias, landed(residual), p, seed), None
+            return place.finish(F.linear(x, weight), Epilogue(bias, landed(residual))), None
         rows = x.reshape(-1, x.shape[-1])
         given = None if residual is None else residual.reshape(-1, shape[-1])
         tensors = (rows, weight, bias, given)
         function = Rows.apply if _wants_gradients(tensors) else summed_rows
-        y: torch.Tensor = function(*tensors, place, p, seed, self.overlap, blocks)
+        epilogue = Epilogue(p=p, seed=seed, overlap=self.overlap, blocks=blocks)
+        y: torch.Tensor = function(*tensors, place, epilogue)
         return y.view(shape), dim
 
     def _is_plain(self, x: torch.Tensor, weight: torch.Tensor) -> bool:

@@ -25,7 +25,7 @@ from fusedpg.tensor_parallel._blocks import (
     landed,
     multiplied,
 )
-from fusedpg.tensor_parallel._epilogue import Place, dropped
+from fusedpg.tensor_parallel._epilogue import Epilogue, Place, dropped
 
 
 def _own(place: Place, part: torch.Tensor, overlap: bool | None) -> slice | None:
@@ -74,7 +74,7 @@ class Columns(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs, place, blocks = ctx.needs_input_grad, ctx.place, ctx.blocks
         grad_x = grad_weight = work = gathering = None
@@ -106,13 +106,14 @@ def summed_rows(
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
     place: Place,
-    p: float,
-    seed: int,
-    overlap: bool | None,
-    blocks: Blocks | None,
+    epilogue: Epilogue,
 ) -> torch.Tensor:
-    """The sum of the ranks' products, with `blocks` this rank's rows of it, and what follows."""
-    return place.sum_products(x, weight, bias, landed(residual), p, seed, overlap, blocks)
+    """The sum of the ranks' products, with `blocks` this rank's rows of it, and what follows.
+
+    Args:
+        epilogue: without the tensors, which autograd has to see.
+    """
+    return place.sum_products(x, weight, Epilogue(bias, landed(residual), *epilogue[2:]))
 
 
 class Rows(torch.autograd.Function):
@@ -129,37 +130,32 @@ class Rows(torch.autograd.Function):
         bias: torch.Tensor | None,
         residual: torch.Tensor | None,
         place: Place,
-        p: float,
-        seed: int,
-        overlap: bool | None,
-        blocks: Blocks | None,
+        epilogue: Epilogue,
     ) -> torch.Tensor:
         needs = ctx.needs_input_grad
         ctx.save_for_backward(x if needs[1] else None, weight if needs[0] else None)
         ctx.types = tuple(None if t is None else t.dtype for t in (bias, residual))
-        ctx.place, ctx.blocks, ctx.overlap = place, blocks, overlap
-        firsts = (0,) if blocks is None else blocks.firsts(place.rank, weight.shape[0])
-        ctx.dropout = p, seed, firsts
-        ctx.dtype = x.dtype
-        return summed_rows(x, weight, bias, residual, place, p, seed, overlap, blocks)
+        ctx.place, ctx.epilogue, ctx.dtype = place, epilogue, x.dtype
+        ctx.firsts = epilogue.firsts(place.rank, weight.shape[0])
+        return summed_rows(x, weight, bias, residual, place, epilogue)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        needs, place, blocks = ctx.needs_input_grad, ctx.place, ctx.blocks
-        of_bias, of_residual = ctx.types
+        needs, place, epilogue = ctx.needs_input_grad, ctx.place, ctx.epilogue
+        blocks, (of_bias, of_residual) = epilogue.blocks, ctx.types
         gradient = landed(gradient)
         given = gradient.to(of_residual) if needs[3] else None
         grad_x = grad_weight = grad_bias = None
         if any(needs[:3]):
             # The mask before the gradient is sent: each rank's on its own rows.
-            part = dropped(gradient.to(ctx.dtype), *ctx.dropout)
+            part = dropped(gradient.to(ctx.dtype), epilogue.p, epilogue.seed, ctx.firsts)
             if blocks is None:
                 grad_x = part @ weight if needs[0] else None
                 rows = part
             else:
-                own = _own(place, part, ctx.overlap) if needs[0] else None
+                own = _own(place, part, epilogue.overlap) if needs[0] else None
                 gathering = Gathering(part, place.group, place.size)
                 if needs[0]:
                     grad_x = blocks.in_order(multiplied(gathering, part, weight, None, own))
@@ -168,10 +164,10 @@ class Rows(torch.autograd.Function):
                 grad_weight = torch.mm(rows.t(), x if blocks is None else blocks.by_rank(x))
             if needs[2]:
                 grad_bias = rows.sum(0).to(of_bias)
-        return grad_x, grad_weight, grad_bias, given, *(None,) * 5
+        return grad_x, grad_weight, grad_bias, given, None, None
 
 
-def normed(norm: nn.Module, y: torch.Tensor, place: Place, dim: int) -> Any:
+def normed(norm: nn.Module, y: torch.Tensor, place: Place, dim: int) -> torch.Tensor:
     """The norm of this rank's rows; its parameters' gradients are summed over the ranks.
 
     Parameters that are DTensors, as torch's SequenceParallel makes them, get theirs by DTensor.

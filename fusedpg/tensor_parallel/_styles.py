@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
@@ -30,7 +28,8 @@ def _becomes(
             f"torch's style for it, or {kind.__name__}.from_linear"
         )
     module.__class__ = kind
-    made: Any = module
+    made = module
+    assert isinstance(made, kind)
     try:
         made._set(sequence_dim=sequence_dim)
         made._distribute(mesh, src_data_rank)

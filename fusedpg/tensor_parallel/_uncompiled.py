@@ -1,4 +1,4 @@
-"""What torch.compile leaves to Python. A file of its own: the decorator imports torch._dynamo."""
+"""Calls that torch.compile leaves to Python. A file, since the decorator imports torch._dynamo."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import pytest
 from fusedpg.plan import Plan
 from fusedpg.plan.contention import SharedCores, Work, played
 from fusedpg.plan.database import Database, DatabaseError
-from fusedpg.plan.model import FusedModel
+from fusedpg.plan.model import CostModel
 from plan_toys import write_toy
 
 
@@ -73,9 +73,9 @@ def test_messages_take_time_of_cores(tmp_path: Path) -> None:
     columns = [((value,) * 2,) * 2 for value in (1, 1, 0, 0)]
     plan = Plan("toy", "s", 8, 1, (1, 1), (2, 2), *columns).check()
     link = tmp_path / "p2p_intra_node.csv"
-    before = FusedModel(Database(tmp_path, "toy", "s"), 2).price(plan).time_ms
+    before = CostModel(Database(tmp_path, "toy", "s"), 2).price(plan).time_ms
     link.write_text(link.read_text() + "3,3,3\n")
-    after = FusedModel(Database(tmp_path, "toy", "s"), 2).price(plan)
+    after = CostModel(Database(tmp_path, "toy", "s"), 2).price(plan)
     sizes = [3.0 * min(1.0, size) for size in (1.0,)]
     assert [stage.messaging for stage in after.stages] == pytest.approx(sizes * 2)
     # 8 micro-batches, 2 stages, a message at an end of each of the 2 passes; of which the core
@@ -95,7 +95,7 @@ def test_the_model_plays_where_cores_are_shared(tmp_path: Path) -> None:
     times = {}
     for cores in (None, [2, 2], [2, 1]):
         path.write_text(json.dumps(described | ({} if cores is None else {"shared_cores": cores})))
-        times[str(cores)] = FusedModel(Database(tmp_path, "toy", "s"), 2).price(plan)
+        times[str(cores)] = CostModel(Database(tmp_path, "toy", "s"), 2).price(plan)
     alone = times["[2, 1]"]
     passes = sum(stage.forward_pass + stage.backward_pass for stage in alone.stages)
     ends = sum(stage.optimizer + stage.exposed for stage in alone.stages)

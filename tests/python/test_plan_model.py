@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from fusedpg.plan import Plan, PlanError
+from fusedpg.plan.aceso import AcesoModel
 from fusedpg.plan.catalogue import Layout, known_operators
 from fusedpg.plan.database import Database, DatabaseError, MissingRow
-from fusedpg.plan.model import AcesoModel, FusedModel, resharding_steps
+from fusedpg.plan.model import CostModel, resharding_steps
 from fusedpg.plan.primitives import PRIMITIVES, uniform_state
 from fusedpg.plan.space import Space
 from plan_toys import ACESO, write_rows, write_toy
@@ -73,7 +74,7 @@ def test_models_of_aceso(gpt: Database) -> None:
 
 
 def test_default_micro_batches_are_of_all_data_parallel_devices(gpt: Database) -> None:
-    assert FusedModel(gpt, 3).micro_batch_sizes() == [1, 2, 3, 4, 6, 8, 12, 16, 24]
+    assert CostModel(gpt, 3).micro_batch_sizes() == [1, 2, 3, 4, 6, 8, 12, 16, 24]
     assert AcesoModel(gpt, 3).micro_batch_sizes() == [1, 2, 4, 8]
 
 
@@ -95,21 +96,21 @@ def test_data_parallelism_is_not_free(tmp_path: Path) -> None:
     database = write_toy(tmp_path, 1)
     plan = uniform(database, (2,), (), dp=(2,))
     (aceso,) = AcesoModel(database, 2).price(plan).stages
-    (ours,) = FusedModel(database, 2).price(plan).stages
+    (ours,) = CostModel(database, 2).price(plan).stages
     weights = ours.gradients
     assert weights > 0 and aceso.reduction == aceso.optimizer == 0
     assert ours.reduction == pytest.approx(database.collective("all_reduce", 2)(weights))
     hidden = min(ours.backward, 0.5 * ours.reduction)  # the toys' overlap
     assert ours.exposed == pytest.approx(ours.reduction - hidden)
     assert ours.optimizer == pytest.approx(weights / 1000)  # the toys' column: 1 us a MB
-    price = FusedModel(database, 2).price(plan)
+    price = CostModel(database, 2).price(plan)
     assert price.time_ms == pytest.approx(ours.time * 8 + ours.exposed + ours.optimizer)
 
 
 def test_overlap_hides_no_more_than_the_backward_pass(tmp_path: Path) -> None:
     database = write_toy(tmp_path, 1)
     write_rows(tmp_path / "prim_toy_s_all_reduce_2gpus.csv", ["size", "ms"], [1, 1e6], [999, 1e6])
-    (ours,) = FusedModel(database, 2).price(uniform(database, (2,), (), dp=(2,))).stages
+    (ours,) = CostModel(database, 2).price(uniform(database, (2,), (), dp=(2,))).stages
     assert ours.exposed == pytest.approx(1e6 - ours.backward)
 
 
@@ -117,7 +118,7 @@ def test_reductions_of_later_stages_begin_earlier(tmp_path: Path) -> None:
     """A stage's gradients are whole before those of the stages in front of it."""
     database = write_toy(tmp_path, 4)
     write_rows(tmp_path / "prim_toy_s_all_reduce_2gpus.csv", ["size", "ms"], [1, 1e4], [999, 1e4])
-    price = FusedModel(database, 3).price(uniform(database, (1, 2), (2,), dp=(1, 2)))
+    price = CostModel(database, 3).price(uniform(database, (1, 2), (2,), dp=(1, 2)))
     first, second = price.stages
     assert first.exposed == 0 and second.exposed + second.optimizer > first.backward > 0
     tail = second.exposed + second.optimizer - first.backward
@@ -129,7 +130,7 @@ def test_link_of_every_pair(tmp_path: Path) -> None:
     """Fault 2: whatever prices a stage knows which of its neighbours are on other machines."""
     database = write_toy(tmp_path, 2, inter_node=True)
     prices = {
-        nodes: FusedModel(database, 4, 4 // nodes).price(uniform(database, (1, 1, 2), (1, 2)))
+        nodes: CostModel(database, 4, 4 // nodes).price(uniform(database, (1, 1, 2), (1, 2)))
         for nodes in (1, 2)
     }
     size = 2 * 1.0  # MB of two samples, of some power of two each
@@ -139,11 +140,11 @@ def test_link_of_every_pair(tmp_path: Path) -> None:
     assert far[1].receive == near[1].receive and size > 0
     (tmp_path / "p2p_inter_node.csv").unlink()
     with pytest.raises(MissingRow, match=r"p2p_inter_node\.csv"):
-        FusedModel(Database(tmp_path, "toy", "s"), 4, 2).price(uniform(database, (1, 1, 2), (1, 2)))
+        CostModel(Database(tmp_path, "toy", "s"), 4, 2).price(uniform(database, (1, 1, 2), (1, 2)))
 
 
 def test_unequal_widths_between_machines(tmp_path: Path) -> None:
-    model = FusedModel(write_toy(tmp_path, 2), 6, 3)
+    model = CostModel(write_toy(tmp_path, 2), 6, 3)
     assert model.place((2, 1, 3), 0).sends == 0
     assert model.place((2, 1, 3), 1).sends == 1
     assert model.place((2, 4), 0).sends == 2, "device 1 sends to 4 and 5, too"
@@ -181,7 +182,7 @@ def test_output_has_the_degree_of_the_last_operator(tmp_path: Path) -> None:
         model_parallel_size_of_each_op=((1, 2), (2, 2)),
         data_parallel_size_of_each_op=((2, 1), (1, 1)),
     )
-    reshard = FusedModel(database, 4)
+    reshard = CostModel(database, 4)
     tables = reshard.tables(2)
     edge = (int(reshard.pair[0]), tables.index[1, 2, 0], tables.index[2, 1, 0])
     ours = reshard.price(plan).stages[0]
@@ -199,13 +200,13 @@ def test_reserved_memory_of_the_last_operator(tmp_path: Path) -> None:
     database = Database(tmp_path, "toy", "s")
     plan = uniform(database, (1,), ())
     assert AcesoModel(database, 1).price(plan).memory_mb < 5000
-    assert FusedModel(database, 1).price(plan).memory_mb > 5000
+    assert CostModel(database, 1).price(plan).memory_mb > 5000
 
 
 def test_missing_size_of_a_collective(gpt: Database) -> None:
     """Fault 6: Aceso's price of 100 s is noted, ours is between the rows."""
     whole, split = Layout(2, 1, (1, 1, 1)), Layout(1, 1, (1, 2, 1))
-    aceso, ours = AcesoModel(gpt, 4), FusedModel(gpt, 4)
+    aceso, ours = AcesoModel(gpt, 4), CostModel(gpt, 4)
     assert aceso.reshard(split, whole, 64, 1) == ours.reshard(split, whole, 64, 1)
     assert aceso.notes == {}
     assert aceso.reshard(split, whole, 69, 1) == (100000, 0)
@@ -219,7 +220,7 @@ def test_missing_size_of_a_collective(gpt: Database) -> None:
     assert curve(0.001) == curve(2)
 
 
-@pytest.mark.parametrize("model", [AcesoModel, FusedModel])
+@pytest.mark.parametrize("model", [AcesoModel, CostModel])
 def test_missing_file_is_named(tmp_path: Path, model: Any) -> None:
     database = write_toy(tmp_path, 6)
     (tmp_path / "toy_s_mbs2_tp2_algo0.csv").unlink()
@@ -237,14 +238,14 @@ def test_failed_measurement_is_named(tmp_path: Path) -> None:
     write_rows(path, header, *rows)
     database = Database(tmp_path, "toy", "s")
     with pytest.raises(MissingRow, match=r"mbs2_tp2_algo0\.csv: row op2 says .* failed"):
-        FusedModel(database, 2).price(uniform(database, (2,), ()))
+        CostModel(database, 2).price(uniform(database, (2,), ()))
 
 
 def test_missing_reduction_is_named(tmp_path: Path) -> None:
     database = write_toy(tmp_path, 6)
     (tmp_path / "prim_toy_s_all_reduce_2gpus.csv").unlink()
     with pytest.raises(MissingRow, match=r"prim_toy_s_all_reduce_2gpus\.csv"):
-        FusedModel(database, 2).price(uniform(database, (2,), (), dp=(2,)))
+        CostModel(database, 2).price(uniform(database, (2,), (), dp=(2,)))
 
 
 def test_between_micro_batch_sizes(tmp_path: Path) -> None:
@@ -255,12 +256,12 @@ def test_between_micro_batch_sizes(tmp_path: Path) -> None:
     with pytest.raises(MissingRow, match="mbs5"):
         database.row("op1", 5, 1, 0)
     plan = uniform(database, (3,), (), dp=(3,), micro_batch_size=6, global_batch_size=18)
-    assert FusedModel(database, 3).price(plan).time_ms > 0
+    assert CostModel(database, 3).price(plan).time_ms > 0
 
 
 def test_tensor_parallelism_between_machines_was_not_measured(tmp_path: Path) -> None:
     database = write_toy(tmp_path, 8, inter_node=True)
-    model = FusedModel(database, 4, 2)
+    model = CostModel(database, 4, 2)
     with pytest.raises(MissingRow, match=r"no measurements of tp 4 between machines"):
         model.price(uniform(database, (4,), ()))
     with pytest.raises(MissingRow, match=r"all_reduce_2gpus_2nodes\.csv"):
@@ -280,7 +281,7 @@ def test_tensor_parallelism_between_machines_was_not_measured(tmp_path: Path) ->
 
 def test_gpipe_holds_all_micro_batches(tmp_path: Path) -> None:
     database = write_toy(tmp_path, 9)
-    model = FusedModel(database, 2)
+    model = CostModel(database, 2)
     plan = uniform(database, (1, 1), (2,))
     one, other = model.price(plan), model.price(dataclasses.replace(plan, schedule="gpipe"))
     assert one.time_ms == other.time_ms
@@ -408,7 +409,7 @@ def test_a_plan_at_the_limit_fits(gpt: Database) -> None:
 
 def test_smaller_micro_batches_fit_where_larger_do_not(gpt: Database) -> None:
     """Fault 8: dec_mbs leads to legal plans."""
-    space = Space(FusedModel(gpt, 4), 64, (2, 4), 12000)
+    space = Space(CostModel(gpt, 4), 64, (2, 4), 12000)
     setting = space.model.tables(4).index[1, 4, 0]
     start = space.candidate(uniform_state(4, (4,), (space.model.num_ops,), (setting,)))
     assert start is not None and start.overrun > 0
@@ -431,7 +432,7 @@ def test_values_in_two_layouts_are_held_twice(tmp_path: Path) -> None:
         columns = [(tuple(column),) for column in (degrees, [2 // tp for tp in degrees])]
         zeros = ((0, 0),)
         plan = Plan("toy", "s", 8, 2, (2,), (2,), *columns, zeros, zeros).check()
-        return FusedModel(Database(tmp_path, "toy", "s"), 2).price(plan).stages[0].peak
+        return CostModel(Database(tmp_path, "toy", "s"), 2).price(plan).stages[0].peak
 
     plain = {degrees: memory(degrees) for degrees in itertools.product((1, 2), repeat=2)}
     for name in tmp_path.glob("toy_s_mbs*.csv"):
@@ -443,7 +444,7 @@ def test_values_in_two_layouts_are_held_twice(tmp_path: Path) -> None:
 
 def test_resharding_crosses_machines_only_if_dp_changes(tmp_path: Path) -> None:
     """Tensor-parallel devices are on one machine; there are no measurements between two here."""
-    tables = FusedModel(write_toy(tmp_path, 8, inter_node=True), 4, 2).tables(4, nodes=2)
+    tables = CostModel(write_toy(tmp_path, 8, inter_node=True), 4, 2).tables(4, nodes=2)
     lacking = list(tables.missing_reshard)
     assert lacking and all("2nodes" in str(tables.missing_reshard[key]) for key in lacking)
     assert all(tables.dp[one] != tables.dp[other] for _, one, other in lacking)

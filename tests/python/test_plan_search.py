@@ -20,6 +20,7 @@ import pytest
 import harness
 from fusedpg.plan import Plan
 from fusedpg.plan.__main__ import COMMANDS
+from fusedpg.plan.aceso import AcesoModel
 from fusedpg.plan.baseline import (
     TooMany,
     brute_force,
@@ -28,7 +29,7 @@ from fusedpg.plan.baseline import (
     uniform_grid,
 )
 from fusedpg.plan.database import Database
-from fusedpg.plan.model import AcesoModel, FusedModel
+from fusedpg.plan.model import CostModel
 from fusedpg.plan.search import Limits, NoPlanFits, Search, best_plans, search
 from fusedpg.plan.space import Space
 from plan_toys import ACESO, write_toy
@@ -43,7 +44,7 @@ def gpt_space(limit: float = 12000.0, layers: int | None = None) -> Space:
 
 
 def toy_space(folder: Path, devices: int = 3, limit: float = 600.0) -> Space:
-    return Space(FusedModel(Database(folder, "toy", "s"), devices), 16, (1, 2, 4), limit)
+    return Space(CostModel(Database(folder, "toy", "s"), devices), 16, (1, 2, 4), limit)
 
 
 def test_no_worse_than_the_original() -> None:
@@ -91,7 +92,7 @@ def test_many_layers() -> None:
     database = Database(ACESO, "gpt", "1_3B", 200)
 
     def make() -> Space:
-        return Space(FusedModel(database, 16), 512, (1, 2, 4, 8), 20000.0)
+        return Space(CostModel(database, 16), 512, (1, 2, 4, 8), 20000.0)
 
     (found,) = search(make, [16], limits=Limits(steps=1))
     uniform = uniform_grid(make())[0]
@@ -204,7 +205,7 @@ def test_baselines(tmp_path: Path) -> None:
 def test_all_plans_are_counted(tmp_path: Path) -> None:
     """Two operators, two devices: by hand."""
     write_toy(tmp_path, 1, 2, samples=(1,), degrees=(1, 2))
-    space = Space(FusedModel(Database(tmp_path, "toy", "s"), 2), 4, (1,), 1e9)
+    space = Space(CostModel(Database(tmp_path, "toy", "s"), 2), 4, (1,), 1e9)
     # One stage on both: tp 2, either operator recomputed or not. Two stages: one operator each.
     assert count_plans(space) == 4 + 4
     brute_force(space)

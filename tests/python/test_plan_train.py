@@ -34,7 +34,7 @@ from fusedpg.plan.__main__ import main as command
 from fusedpg.plan.database import Database
 from fusedpg.plan.layout import Layout, reshard, within
 from fusedpg.plan.memory import MB, PeakMemory
-from fusedpg.plan.model import FusedModel
+from fusedpg.plan.model import CostModel
 from fusedpg.plan.operators import Model, Part
 from fusedpg.plan.others import Others
 from fusedpg.plan.schedule import Action, actions
@@ -861,7 +861,7 @@ def test_predicted_memory(
     zeros = tuple((0,) * count for count in counts)
     numbers = (8, size, (1, 1), counts, ones, ones, flags, zeros)
     plan = Plan("gpt", "tiny", *numbers, schedule=schedule, model=model.facts)
-    stages = FusedModel(Database(f"{context.scratch}/m", "gpt", "tiny"), 2).price(plan).stages
+    stages = CostModel(Database(f"{context.scratch}/m", "gpt", "tiny"), 2).price(plan).stages
     trainer = Trainer(plan, model)
     batch = model.random_batch(8, torch.float32, 0)
     trainer.step(batch)
@@ -887,7 +887,7 @@ def test_predicted_memory_where_degrees_change(context: Context) -> None:
     profiler.collectives([1 / 16], lambda name: None)
     profiler.describe()
     dist.barrier()
-    prices, ops = FusedModel(Database(folder, "gpt", "tiny"), 2), len(model.operators)
+    prices, ops = CostModel(Database(folder, "gpt", "tiny"), 2), len(model.operators)
     zeros = ((0,) * ops,)
     for seed in (0, 1, 2, 10, 11):
         draw, tp = random.Random(seed), [2]
@@ -964,7 +964,7 @@ def test_profile_is_a_database(context: Context) -> None:
     assert whole[3] == pytest.approx(2 * 8 * (16 + 64) * 4 / MB, abs=1e-6)
     plan = dataclasses.replace(random_plan(model, 4, 2, widths=[2, 2]), micro_batch_size=2)
     plan = dataclasses.replace(plan, global_batch_size=8).check(model.names, 4)
-    assert FusedModel(database, 4).price(plan).time_ms > 0
+    assert CostModel(database, 4).price(plan).time_ms > 0
     # Gelu was measured once for both layers, and the second time nothing is.
     path = profiler.cache.path
     lines = path.read_text().splitlines()

@@ -25,7 +25,7 @@ from checks.tensor_parallel import Block, draw
 from checks.tensor_parallel_foe import agree, whole_of, without_compiler
 from fusedpg import tensor_parallel
 from fusedpg.tensor_parallel._blocks import Blocks
-from fusedpg.tensor_parallel._epilogue import Place
+from fusedpg.tensor_parallel._epilogue import Epilogue, Place
 from harness import Context
 
 BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2}
@@ -203,9 +203,9 @@ def ways(context: Context) -> None:
             blocks = Blocks.of(shape, dim, size)
             part = blocks.by_rank(residual).chunk(size)[rank]
             with compiles(context):
-                want = place.finish(x.clone(), bias, residual, 0.3, 5)
+                want = place.finish(x.clone(), Epilogue(bias, residual, 0.3, 5))
                 fusedpg.stats(reset=True)
-                got = place.finish(x, bias, part, 0.3, 5, blocks)
+                got = place.finish(x, Epilogue(bias, part, 0.3, 5, blocks=blocks))
                 found = set(fusedpg.stats()["fused_program"]["paths"])
             assert torch.equal(got, blocks.by_rank(want).chunk(size)[rank]), (lead, dim, arena)
             assert torch.equal(blocks.in_order(blocks.by_rank(want)), want)

@@ -120,9 +120,9 @@ def ways(context: Context, dtype: torch.dtype) -> None:
     results, paths = [], []
     for rows in (3000, 4):
         fusedpg.stats(reset=True)
-        given = (x[:rows].clone(), bias, residual[:rows], 0.25, 99)
+        epilogue = _epilogue.Epilogue(bias, residual[:rows], 0.25, 99)
         with compiles(context):
-            results.append(place.finish(*given))
+            results.append(place.finish(x[:rows].clone(), epilogue))
         paths.append(list(fusedpg.stats()["fused_program"]["paths"]))
     assert paths == [["staged"], ["one_shot"]], paths
     assert torch.equal(results[0][:4], results[1])
