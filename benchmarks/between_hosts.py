@@ -29,11 +29,8 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,7 +40,6 @@ from torch.nn.functional import cross_entropy
 import _harness as harness
 import _hosts as hosts
 import _models as models
-import _plots as plots
 import collectives
 import fused_step
 from _harness import Bar, Context, Row
@@ -69,14 +65,6 @@ MORE = 5  # times these up to 1 MB, where calls are short and vary
 MORE_EXCHANGES = 3  # these vary too: both ways at once, or one after the other
 TRAINED = "10gbit"  # the rate at which models are trained
 BATCH, LR, CHECKED_STEPS = 4, 1e-3, 5
-
-
-@dataclass
-class HostsRow(Row):
-    """What also the link says of an arm."""
-
-    sent: float = 0.0  # bytes of a call that crossed host 0's link outwards, with headers
-    idle: float | None = None  # of DDP's step: the share in which host 0's cores have nothing to do
 
 
 def name_of(part: str, layout: str, rate: str) -> str:
@@ -153,20 +141,18 @@ def main() -> int:
         return 0
     for layout in args.layouts.split(","):
         count, ranks = map(int, layout.split("x"))
-        rows: list[HostsRow] = []
+        rows: list[Row] = []
         for rate in args.rates:
             todo = cases(args, rate)
             limit = None if rate == UNLIMITED else rate
             options = ["--place", layout, rate]
-            found = hosts.run_layout(count, ranks, limit, len(todo), HostsRow, options)
+            found = hosts.run_layout(count, ranks, limit, len(todo), options)
             if found is None:
                 return 2
             rows += found
         args.world_size = count * ranks
         print_bytes(rows, count)
-        harness.finish(
-            f"between_hosts_{layout}", list(rows), args, limit=LINK, bars=bars(), plot=save_plot
-        )
+        harness.finish(f"between_hosts_{layout}", rows, args, limit=LINK, bars=bars())
     return 0
 
 
@@ -174,7 +160,7 @@ def main() -> int:
 # On a rank
 
 
-def measured(context: Context, args: argparse.Namespace) -> Iterator[list[HostsRow]]:
+def measured(context: Context, args: argparse.Namespace) -> Iterator[list[Row]]:
     """Rows, case by case."""
     layout, rate = args.place
     count = int(layout.split("x")[0])
@@ -194,37 +180,37 @@ def measured(context: Context, args: argparse.Namespace) -> Iterator[list[HostsR
         rounds = args.rounds or ROUNDS[rate] * more
         rows = harness.measure(context, arms, case=name, size=size, rounds=rounds)
         sent = {arm: hosts.bytes_sent(context, call) for arm, call in arms.items()}
-        found = [HostsRow(**asdict(row), sent=sent[row.arm]) for row in rows]
-        if part == "ddp":
-            for row in found:
-                row.idle = hosts.idle_share(context, arms[row.arm])
+        for row in rows:
+            row.more["sent"] = sent[row.arm]  # over host 0's link, with headers
+            if part == "ddp":  # the share of the time in which host 0's cores have nothing to do
+                row.more["idle"] = hosts.idle_share(context, arms[row.arm])
         bits = RATES[rate]
         if bits is not None and part not in ("send", "exchange"):
-            sent = 2 * (count - 1) / count * size
-            found.append(link_row(name, size, sent, 8 / bits))
+            crossing = 2 * (count - 1) / count * size
+            rows.append(link_row(name, size, crossing, 8 / bits))
             burst = hosts.link(rate)["burst"]
-            if sent * FRAME / CARRIED > burst:
-                found.append(link_row(name, size, sent * FRAME / CARRIED, 8 / bits, WIRE, burst))
+            if (packets := crossing * FRAME / CARRIED) > burst:
+                rows.append(link_row(name, size, packets, 8 / bits, WIRE, burst))
         if part == "ddp":
-            found.append(bound_row(found))
-        yield found
+            rows.append(bound_row(rows))
+        yield rows
 
 
 def link_row(
     name: str, size: int, sent: float, per_byte: float, arm: str = LINK, burst: float = 0
-) -> HostsRow:
+) -> Row:
     time = max(0.0, sent - burst) * per_byte
-    return HostsRow(name, size, arm, time, time, time, time, 1, 1, sent=sent)
+    return Row.of(name, size, arm, [time], more={"sent": sent})
 
 
-def bound_row(rows: Sequence[HostsRow]) -> HostsRow:
+def bound_row(rows: Sequence[Row]) -> Row:
     """DDP communicates during backward: before it are no gradients, and the optimizer needs all."""
     step, forward, optimizer, link = (
         next(row for row in rows if row.arm == arm) for arm in (NO_COMM, FORWARD, OPTIMIZER, WIRE)
     )
     around = forward.median + optimizer.median
     time = around + max(step.median - around, link.median)
-    return HostsRow(link.case, link.size, BOUND, time, time, time, time, 1, 1, sent=link.sent)
+    return Row.of(link.case, link.size, BOUND, [time], more={"sent": link.more["sent"]})
 
 
 def all_reduce_arms(size: int, context: Context, name: str) -> dict[str, Callable[[], object]]:
@@ -419,7 +405,7 @@ def training_arms(part: str, context: Context) -> dict[str, Callable[[], object]
 # Output
 
 
-def print_bytes(rows: Sequence[HostsRow], count: int) -> None:
+def print_bytes(rows: Sequence[Row], count: int) -> None:
     """What crossed a host's link, over the least that has to."""
     from rich.table import Table
 
@@ -431,27 +417,17 @@ def print_bytes(rows: Sequence[HostsRow], count: int) -> None:
     for row in rows:
         if row.arm not in (LINK, WIRE, SOCKETS, SOCKETS_AND_SUM, BOUND, *COMPUTE) and row.size >= M:
             least = 2 * (count - 1) / count * row.size
-            share = "" if row.case.startswith("fsdp2") else f"{row.sent / least:.3f}"
+            sent = row.more["sent"]
+            share = "" if row.case.startswith("fsdp2") else f"{sent / least:.3f}"
             table.add_row(
                 harness.words.case(row.case), harness.format_size(row.size),
-                harness.arm_title(row.arm), f"{row.sent * 1e-6:.4g}", share,
+                harness.arm_title(row.arm), f"{sent * 1e-6:.4g}", share,
             )  # fmt: skip
     harness._console().print(table)
     for row in rows:
-        if row.idle is not None:
+        if (idle := row.more.get("idle")) is not None:
             arm, step = harness.arm_title(row.arm), harness.words.case(row.case)
-            print(f"{step}, {arm}: the host's cores idle {100 * row.idle:.0f}% of the time")
-
-
-def save_plot(path: Path, rows: Iterable[Row], world_size: int) -> None:
-    """all_reduce by size where the link has no rate; bars for what takes a link's time."""
-    rows = list(rows)
-    most = min(90 * M, max(row.size for row in rows))
-    large: list[Any] = [row for row in rows if row.size >= most]
-    small = [row for row in rows if row.case.startswith("all_reduce") and UNLIMITED in row.case]
-    plots.save_bars(path, large, world_size)
-    if len({row.size for row in small}) > 1:
-        plots.save_sweeps(path.with_stem(f"{path.stem}_sizes"), small, world_size)
+            print(f"{step}, {arm}: the host's cores idle {100 * idle:.0f}% of the time")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,6 @@ from torch import Tensor
 
 import _harness as harness
 import _hosts as hosts
-import _plots
 from _harness import COPY, Bar, Context, Row
 
 FUSED, SKIPS = "fused_adamw_", "fused_adamw_ block_skip"
@@ -78,8 +77,7 @@ def main() -> int:
             return 2
     else:
         rows = harness.run(worker, argparse.Namespace(**vars(args), cases=cases))
-    plot = _plots.save_step_densities if args.hosts else None
-    harness.finish(name, rows, args, bars=() if args.hosts else BARS, plot=plot)
+    harness.finish(name, rows, args, bars=() if args.hosts else BARS)
     return 0
 
 

@@ -57,7 +57,6 @@ from torch import Tensor
 import _apart
 import _harness as harness
 import _optimizer_arms as arms
-import _plots
 import _step_arms as steps
 import _words as words
 import fusedpg
@@ -72,7 +71,7 @@ CHECKED_STEPS = 4  # DDP rebuilds its buckets within the first three
 TOLERANCE = 2e-5  # relative norm of the difference of the parameters' change
 
 
-def bars(busy: int) -> list[Bar]:
+def bars(busy: int = 0) -> list[Bar]:
     mlp, cnn, small = (arms.parameter_bytes(name) for name in ("mlp", "cnn", "small"))
     if busy:
         return [Bar(2, "mlp", "g", mlp, "f", at_most=1.03)]
@@ -121,10 +120,7 @@ def main() -> int:
     if args.malloc == "default":
         args.model = args.models[0]
         rows += _apart.run(args, reference_change, check)
-        harness.finish(
-            "optimizers_malloc", rows, args, limit=NO_SYNC, bars=_apart.bars(),
-            plot=_plots.save_optimizers,
-        )  # fmt: skip
+        harness.finish("optimizers_malloc", rows, args, limit=NO_SYNC, bars=_apart.bars())
         return 0
     with competitors(args.busy):
         if "training" in args.parts:
@@ -142,10 +138,7 @@ def main() -> int:
     if rows:
         name = "optimizers_small" if args.models == ["small"] else "optimizers"
         name = f"optimizers_busy{args.busy}" if args.busy else name
-        harness.finish(
-            name, rows, args, limit=NO_SYNC, bars=bars(args.busy),
-            plot=_plots.save_optimizers,
-        )  # fmt: skip
+        harness.finish(name, rows, args, limit=NO_SYNC, bars=bars(args.busy))
         explain(rows)
     if "memory" in args.parts:
         args.model = args.models[0]
@@ -338,7 +331,7 @@ def memory_worker(context: Context, args: argparse.Namespace) -> list[Row]:
     dist.all_reduce(used, group=group)
     mean = float(used) / context.world_size
     size = arms.parameter_bytes(args.model)
-    return [Row("memory", size, args.arm, mean, mean, mean, mean, 1, 1)]
+    return [Row.of("memory", size, args.arm, [mean])]
 
 
 def print_memory(memory: dict[str, float], args: argparse.Namespace) -> None:
@@ -358,7 +351,7 @@ def save_memory(memory: dict[str, float], args: argparse.Namespace) -> None:
     size = arms.parameter_bytes(args.model)
     rows = [Row("memory", size, arm, b, b, b, b, 1, 1) for arm, b in memory.items()]
     path = harness.RESULTS / f"optimizers_memory_p{args.world_size}.json"
-    harness.save_json(path, rows, args.world_size, unit="bytes of PSS a rank")
+    harness.save_rows(path, rows, args.world_size, unit="bytes of PSS a rank")
     print(f"saved {path.name}")
 
 

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from _harness import _cpu_model
+import _harness as harness
 
 HERE = Path(__file__).resolve().parent
 PROGRAMS = HERE / "_served_programs.py"
@@ -240,8 +240,6 @@ def main() -> int:
     arguments = parser.parse_args()
     import importlib.util
 
-    import torch
-
     rows = []
     for program in arguments.only.split(","):
         if program in NEEDS and importlib.util.find_spec(NEEDS[program]) is None:
@@ -257,14 +255,8 @@ def main() -> int:
             # Another process may add other programs meanwhile.
             earlier = load(arguments.json) if arguments.json.exists() else []
             kept = [asdict(old) for old in earlier if old.program != program]
-            report = {
-                "cpu": _cpu_model(),
-                "cores": len(os.sched_getaffinity(0)),
-                "torch": torch.__version__,
-                "ranks": arguments.ranks,
-                "rows": [*kept, asdict(row)],
-            }
-            arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+            head = {**harness.about(), "ranks": arguments.ranks}
+            harness.write(arguments.json, head, [*kept, asdict(row)])
     print(table(rows))
     return int(any("served" in row.failed or row.difference > TOLERANCE for row in rows))
 

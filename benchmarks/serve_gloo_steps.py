@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from _harness import _cpu_model  # before torch: it sets one thread a rank
+import _harness as harness  # before torch: it sets one thread a rank
 
 # isort: split
 import torch
@@ -186,7 +186,7 @@ def measure(
 
 
 def load(path: Path) -> dict[str, dict[str, list[float]]]:
-    return dict(json.loads(path.read_text())["rows"])
+    return {row.pop("program"): row for row in json.loads(path.read_text())["rows"]}
 
 
 def table(rows: dict[str, dict[str, list[float]]]) -> str:
@@ -218,14 +218,9 @@ def ranks_main(arguments: argparse.Namespace) -> None:
         shutil.rmtree(shared[0])
         print(table(rows))
         if arguments.json:
-            report = {
-                "cpu": _cpu_model(),
-                "cores": len(os.sched_getaffinity(0)),
-                "torch": torch.__version__,
-                "ranks": dist.get_world_size(),
-                "rows": rows,
-            }
-            arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+            head = {**harness.about(), "ranks": dist.get_world_size()}
+            found = [{"program": program, **seconds} for program, seconds in rows.items()]
+            harness.write(arguments.json, head, found)
     dist.destroy_process_group()
 
 
