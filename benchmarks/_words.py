@@ -10,6 +10,7 @@ OURS, PEER, LIMIT = "ours", "peer", "limit"
 ARMS = {
     "copy": "copy of the same bytes by all ranks",
     "gloo": "Gloo",
+    "served": "fused, asked for as Gloo",
     "deepspeed": "DeepSpeed SHM",
     "open mpi": "Open MPI",
     "link": "what the link needs for the bytes",

@@ -400,8 +400,13 @@ def readme() -> str:
 
 
 def served_steps() -> str:
-    module = importlib.import_module("serve_gloo_steps")
-    return str(module.table(module.load(RESULTS / "served" / "steps.json")))
+    rows = rows_of("serve_gloo_steps_p2")
+    lines = []
+    for program in dict.fromkeys(row.case for row in rows):
+        gloo, served = (1e3 * get(rows, program, 0, arm).median for arm in ("gloo", "served"))
+        lines.append([program, f"{gloo:.1f} ms", f"{served:.1f} ms", f"{gloo / served:.2f}"])
+    head = "| a step of | Gloo | served | times |\n|---|---|---|---|\n"
+    return head + "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -427,7 +432,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "many_hosts": many_hosts,
     "planned_1": lambda: planned(1),
     "planned_2": lambda: planned(2),
-    "served": lambda: serve_gloo.summary(serve_gloo.load(RESULTS / "served" / "two_ranks.json")),
+    "served": lambda: serve_gloo.summary(serve_gloo.load(RESULTS / "served/programs.json")),
     "served_steps": served_steps,
     "tensor_parallel": lambda: by_case(rows_of("tensor_parallel_p2"), "gloo"),
 }
