@@ -40,8 +40,8 @@ from torch.nn.functional import cross_entropy
 import _harness as harness
 import _hosts as hosts
 import _models as models
+import _steps as steps
 import collectives
-import fused_step
 from _harness import Bar, Context, Row
 from ddp import keep_bucket
 
@@ -80,7 +80,7 @@ def all_reduce_bar(world_size: int, rate: str, size: int, peer: str, **limit: fl
 def step_bar(world_size: int, rate: str, at_least: float) -> Bar:
     name = name_of("adamw", f"2x{world_size // 2}", rate)
     return Bar(
-        world_size, name, fused_step.FUSED, 100 * M, fused_step.GLOO, at_least=at_least
+        world_size, name, steps.FUSED, 100 * M, steps.GLOO, at_least=at_least
     )  # fmt: skip
 
 
@@ -321,11 +321,11 @@ def exchange_arms(size: int, context: Context) -> dict[str, Callable[[], object]
 
 
 def step_arms(size: int, context: Context) -> dict[str, Callable[[], object]]:
-    gradients = fused_step.Gradients(size // 4, 1.0)
-    reference = fused_step.reference_parameters(gradients, context.world_size)
+    gradients = steps.Gradients(size // 4, 1.0)
+    reference = steps.reference_parameters(gradients, context.world_size)
     arms = {
-        fused_step.FUSED: partial(fused_step.FusedStep, gradients.numel, context.groups["fused"]),
-        fused_step.GLOO: partial(fused_step.SplitStep, gradients.numel, context.groups["gloo"]),
+        steps.FUSED: partial(steps.FusedStep, gradients.numel, context.groups["fused"]),
+        steps.GLOO: partial(steps.SplitStep, gradients.numel, context.groups["gloo"]),
     }
     return {n: make().checked(n, gradients, reference, context) for n, make in arms.items()}
 

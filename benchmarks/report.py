@@ -22,11 +22,11 @@ from typing import Any
 
 import _harness as harness
 import _plots as plots
+import _steps as steps
 import _words as words
 import aggregators_figures
 import between_hosts
 import collectives as ops
-import fused_step as fused_steps
 import many_hosts as many
 import serve_gloo
 from _harness import COPY, FIGURES, RESULTS, Row, find, format_size, load, ratio_to_peer
@@ -206,9 +206,9 @@ def hosts(name: str) -> str:
     def line(case: str, size: int) -> list[str]:
         peer = next(
             r for r in rows
-            if (r.case, r.size) == (case, size) and r.arm in ("gloo", fused_steps.GLOO)
+            if (r.case, r.size) == (case, size) and r.arm in ("gloo", steps.GLOO)
         )  # fmt: skip
-        ours = get(rows, case, size, "fused" if peer.arm == "gloo" else fused_steps.FUSED)
+        ours = get(rows, case, size, "fused" if peer.arm == "gloo" else steps.FUSED)
         link = find(rows, case, size, between_hosts.LINK)
         arena = find(rows, case, size, ops.ARENA)
         return [
@@ -273,31 +273,31 @@ def compression_accuracy() -> str:
 
 
 # Whose bars are those of which results.
-BARS = {
-    "collectives": "collectives_p2 collectives_p4",
-    "fused_step": "fused_step_p2 fused_step_p4",
-    "ddp": "ddp_p2",
-    "optimizers": "optimizers_p2 optimizers_small_p2",
-    "_apart": "optimizers_malloc_p2",
-    "_step_arms": "optimizers_step_p1 optimizers_step_p4",
-    "async_op": "async_op_p2",
-    "tensor_parallel": "tensor_parallel_p2",
-    "sparse": "sparse_p2 sparse_hosts_1gbit_p2",
-    "new_group": "new_group_p2 new_group_p4 new_group_p8",
-    "many_hosts": "many_hosts_p64 many_hosts_p128",
-    "between_hosts": "between_hosts_2x1_p2 between_hosts_2x2_p4",
-    "data_parallel": "data_parallel_p2",
-    "model_parallel": "model_parallel_p2",
-    "pipeline_parallel": "pipeline_parallel_p4",
-    "compress": "compress_p2",
-    "compress_kernels": "compress_kernels_p1",
-}
+BARS = (
+    ("collectives", "collectives_p2 collectives_p4"),
+    ("fused_step", "fused_step_p2 fused_step_p4"),
+    ("ddp", "ddp_p2"),
+    ("optimizers", "optimizers_p2 optimizers_small_p2"),
+    ("_apart", "optimizers_malloc_p2"),
+    ("optimizers", "optimizers_step_p1 optimizers_step_p4"),
+    ("async_op", "async_op_p2"),
+    ("tensor_parallel", "tensor_parallel_p2"),
+    ("sparse", "sparse_p2 sparse_hosts_1gbit_p2"),
+    ("new_group", "new_group_p2 new_group_p4 new_group_p8"),
+    ("many_hosts", "many_hosts_p64 many_hosts_p128"),
+    ("between_hosts", "between_hosts_2x1_p2 between_hosts_2x2_p4"),
+    ("data_parallel", "data_parallel_p2"),
+    ("model_parallel", "model_parallel_p2"),
+    ("pipeline_parallel", "pipeline_parallel_p4"),
+    ("compress", "compress_p2"),
+    ("compress_kernels", "compress_kernels_p1"),
+)
 
 
 def missed() -> str:
     """Targets that the saved results do not meet."""
     bars: dict[str, Sequence[harness.Bar]] = {}
-    for benchmark, names in BARS.items():
+    for benchmark, names in BARS:
         module = importlib.import_module(benchmark)
         found = module.bars if hasattr(module, "bars") else module.BARS
         bars |= dict.fromkeys(names.split(), found() if callable(found) else found)

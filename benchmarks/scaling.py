@@ -42,9 +42,9 @@ import torch.distributed as dist
 import _harness as harness
 import _hosts as hosts
 import _plots as plots
+import _steps as steps
 import _words as words
 import collectives
-import fused_step
 from _harness import Context, Row
 
 K, M = 1 << 10, 1 << 20
@@ -131,9 +131,9 @@ def make_arm(
         return collectives.make_arm(
             collectives.OPS[op], numel, group, False, context, harness.format_size(size)
         )
-    gradients = fused_step.Gradients(size // 4, 1.0)
-    reference = fused_step.reference_parameters(gradients, context.world_size)
-    arm = fused_step.FusedStep(gradients.numel, group)
+    gradients = steps.Gradients(size // 4, 1.0)
+    reference = steps.reference_parameters(gradients, context.world_size)
+    arm = steps.FusedStep(gradients.numel, group)
     return arm.checked(op, gradients, reference, context)
 
 
