@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 
 import _harness as harness
-import _optimizer_arms as arms
+import _training as arms
 from _harness import Bar, Context, Row
-from _optimizer_arms import ARMS, NO_SYNC
+from _training import ARMS, NO_SYNC
 from _words import KEPT
 
 STEPS = 3  # in one turn, after one that brings caches back

@@ -39,10 +39,10 @@ from torch.nn.functional import cross_entropy
 
 import _harness as harness
 import _hosts as hosts
-import _models as models
 import _steps as steps
 import collectives
 from _harness import Bar, Context, Row
+from _training import Arm, parameter_bytes
 from ddp import keep_bucket
 
 K, M = 1 << 10, 1 << 20
@@ -64,7 +64,7 @@ ROUNDS = {UNLIMITED: 21, "10gbit": 11, "1gbit": 5}
 MORE = 5  # times these up to 1 MB, where calls are short and vary
 MORE_EXCHANGES = 3  # these vary too: both ways at once, or one after the other
 TRAINED = "10gbit"  # the rate at which models are trained
-BATCH, LR, CHECKED_STEPS = 4, 1e-3, 5
+LR, CHECKED_STEPS = 1e-3, 5
 
 
 def name_of(part: str, layout: str, rate: str) -> str:
@@ -84,12 +84,8 @@ def step_bar(world_size: int, rate: str, at_least: float) -> Bar:
     )  # fmt: skip
 
 
-def mlp_bytes() -> int:
-    return sum(4 * p.numel() for p in models.make_mlp().parameters())
-
-
 def bars() -> list[Bar]:
-    size = mlp_bytes()
+    size = parameter_bytes("mlp")
     return [
         *(all_reduce_bar(2, UNLIMITED, s * K, "gloo", at_least=4) for s in (4, 64)),
         *(all_reduce_bar(2, UNLIMITED, s * M, "gloo", at_least=2) for s in (1, 16)),
@@ -114,7 +110,7 @@ def cases(args: argparse.Namespace, rate: str) -> list[Case]:
     found: list[Case] = []
     for part in args.parts:
         if part in ("ddp", "fsdp2"):
-            found += [(part, mlp_bytes())] if rate == TRAINED else []
+            found += [(part, parameter_bytes("mlp"))] if rate == TRAINED else []
             continue
         # Small ones are a matter of latency, which no rate changes.
         least = M if part == "adamw" or rate != UNLIMITED else 0
@@ -330,26 +326,20 @@ def step_arms(size: int, context: Context) -> dict[str, Callable[[], object]]:
     return {n: make().checked(n, gradients, reference, context) for n, make in arms.items()}
 
 
-class Training:
-    """A model, torch's optimizer and a fixed batch of this rank: a user's unchanged script."""
+class Training(Arm):
+    """A user's unchanged script; alone where there is no group."""
 
-    def __init__(self, part: str, rank: int, group: dist.ProcessGroup | None) -> None:
-        torch.manual_seed(0)
-        self._model: nn.Module = models.make_mlp()
-        if group is not None:
-            wrap = self._ddp if part == "ddp" else self._fsdp2
-            self._model = wrap(self._model, group)
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LR, fused=True)
-        generator = torch.Generator().manual_seed(1 + rank)
-        width = next(iter(models.make_mlp().parameters())).shape[1]
-        self._x = torch.randn(BATCH, width, generator=generator)
-        self._y = torch.randint(10, (BATCH,), generator=generator)
+    def __init__(self, part: str, group: dist.ProcessGroup | None) -> None:
+        self._part = part
+        super().__init__("mlp", group)
 
-    @staticmethod
-    def _ddp(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
-        return nn.parallel.DistributedDataParallel(
-            model, process_group=group, gradient_as_bucket_view=True
-        )
+    def wrap(self) -> nn.Module:
+        if self.group is None:
+            return self.module
+        return super().wrap() if self._part == "ddp" else self._fsdp2(self.module, self.group)
+
+    def make_optimizer(self) -> None:
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR, fused=True)
 
     @staticmethod
     def _fsdp2(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
@@ -364,27 +354,16 @@ class Training:
         return model
 
     def without_communication(self) -> Training:
-        assert isinstance(self._model, nn.parallel.DistributedDataParallel)
-        self._model.register_comm_hook(None, keep_bucket)
+        assert isinstance(self.model, nn.parallel.DistributedDataParallel)
+        self.model.register_comm_hook(None, keep_bucket)
         return self
 
     def forward(self) -> Tensor:
-        return cross_entropy(self._model(self._x), self._y)
-
-    def optimize(self) -> None:
-        self._optimizer.step()
-
-    def step(self) -> Tensor:
-        self._optimizer.zero_grad()
-        loss = self.forward()
-        loss.backward()
-        self._optimizer.step()
-        return loss.detach()
+        return cross_entropy(self.model(self.x), self.y)
 
 
 def training_arms(part: str, context: Context) -> dict[str, Callable[[], object]]:
-    rank = context.rank
-    arms = {backend: Training(part, rank, group) for backend, group in context.groups.items()}
+    arms = {backend: Training(part, group) for backend, group in context.groups.items()}
     losses = [torch.stack([arm.step() for _ in range(CHECKED_STEPS)]) for arm in arms.values()]
     for other in losses[1:]:
         same = torch.allclose(losses[0], other, rtol=1e-4, atol=1e-5)
@@ -392,12 +371,12 @@ def training_arms(part: str, context: Context) -> dict[str, Callable[[], object]
     # Of all ranks' batches: one of them alone may get worse at first.
     dist.all_reduce(losses[0], group=context.groups["gloo"])
     harness.require(bool(losses[0][-1] < losses[0][0]), f"{part}: does not learn: {losses[0]}")
-    alone = Training(part, rank, None)
+    alone = Training(part, None)
     steps: dict[str, Callable[[], object]] = {name: arm.step for name, arm in arms.items()}
     steps[ALONE] = alone.step
     if part == "ddp":
-        steps[NO_COMM] = Training(part, rank, context.groups["fused"]).without_communication().step
-        steps |= {FORWARD: alone.forward, OPTIMIZER: alone.optimize}
+        steps[NO_COMM] = Training(part, context.groups["fused"]).without_communication().step
+        steps |= {FORWARD: alone.forward, OPTIMIZER: alone.optimizer.step}
     return steps
 
 

@@ -42,10 +42,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import _harness as harness
 import _hosts as hosts
-import _models as models
 import _plots as plots
 import fusedpg
 from _harness import Bar, Context, Row
+from _training import make_mlp, parameter_bytes
 from fusedpg import compress
 
 UNLIMITED = "unlimited"
@@ -98,12 +98,8 @@ def name_of(rate: str) -> str:
     return f"step, {rate}"
 
 
-def size_of() -> int:
-    return sum(4 * p.numel() for p in models.make_mlp().parameters())
-
-
 def bars() -> list[Bar]:
-    size = size_of()
+    size = parameter_bytes("mlp")
     found = [
         Bar(2, name_of("1gbit"), f"{method}, auto{which}", size, GLOO, at_least=times)
         for method, times in zip(AUTO, (8, 10))
@@ -269,7 +265,7 @@ def measured(context: Context, args: argparse.Namespace) -> Iterator[list[Row]]:
 
 def steps(context: Context, args: argparse.Namespace) -> list[Row]:
     torch.manual_seed(0)
-    model = models.make_mlp()
+    model = make_mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM, fused=True)
     arms: dict[str, Callable[[], object]] = {}
     sent: dict[str, float] = {}
@@ -293,7 +289,9 @@ def steps(context: Context, args: argparse.Namespace) -> list[Row]:
                 if context.rank == 0:
                     print(f"{args.rate}, {name}:\n{arm.state.report()}", file=sys.stderr)
     rounds = args.rounds or ROUNDS[args.rate]
-    rows = harness.measure(context, arms, case=name_of(args.rate), size=size_of(), rounds=rounds)
+    rows = harness.measure(
+        context, arms, case=name_of(args.rate), size=parameter_bytes("mlp"), rounds=rounds
+    )
     for row in rows:
         row.more = {
             "sent": sent.get(row.arm, 0.0),  # bytes over the link in a step
@@ -334,7 +332,7 @@ def compression(name: str, context: Context) -> float:
                           compress.from_params(params).memory)  # fmt: skip
     if params["compressor"] == "powersgd":
         return 0.0  # not without a wire
-    numel = size_of() // 4
+    numel = parameter_bytes("mlp") // 4
     kept: dict[str, Tensor] = {}
     piece = Piece(
         "0", numel, Runs(), 0, 2, 1, torch.float32, torch.device("cpu"),
@@ -357,7 +355,7 @@ def compression(name: str, context: Context) -> float:
 def losses(context: Context, args: argparse.Namespace) -> list[Row]:
     """Loss against time, each method for as long; a row has its curve."""
     torch.manual_seed(0)
-    initial = models.make_mlp()
+    initial = make_mlp()
     for p in initial.parameters():  # as torch begins, a signal is lost in five layers of ReLU
         if p.dim() == 2:
             nn.init.kaiming_normal_(p, nonlinearity="relu")
@@ -388,7 +386,7 @@ def losses(context: Context, args: argparse.Namespace) -> list[Row]:
             dist.all_reduce(going, op=dist.ReduceOp.MIN, group=context.groups["gloo"])
         harness.require(alike(arm.model, context), f"{name}: ranks have other weights")
         curve = {"method": name, "rate": args.rate, "steps": count, "points": points}
-        found.append(Row.of(f"loss, {args.rate}", size_of(), name, [1.0], more=curve))
+        found.append(Row.of(f"loss, {args.rate}", parameter_bytes("mlp"), name, [1.0], more=curve))
         del arm
     return found
 

@@ -56,13 +56,13 @@ from torch import Tensor
 
 import _apart
 import _harness as harness
-import _optimizer_arms as arms
 import _steps as steps
+import _training as arms
 import _words as words
 import fusedpg
 from _competitors import competitors
 from _harness import COPY, Bar, Context, Row
-from _optimizer_arms import ARMS, MODELS, NO_SYNC
+from _training import ARMS, MODELS, NO_SYNC, OF_OPTIMIZERS
 
 PARTS = ("training", "clip", "clipped", "step", "list", "memory")
 CLIPPED = "small, clip"
@@ -117,7 +117,7 @@ def step_bars() -> list[Bar]:
 def main() -> int:
     parser = harness.parser(__doc__, backends="fused,gloo,deepspeed", sizes="100M", rounds=21)
     parser.add_argument("--parts", default=",".join(PARTS))
-    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--models", default=",".join(OF_OPTIMIZERS))
     parser.add_argument("--arms", default=",".join(ARMS))
     parser.add_argument(
         "--malloc",
@@ -128,7 +128,7 @@ def main() -> int:
     )
     parser.add_argument("--busy", type=int, default=0, help="processes that spin beside the ranks")
     args = parser.parse_args()
-    for option, known in (("parts", PARTS), ("models", MODELS), ("arms", ARMS)):
+    for option, known in (("parts", PARTS), ("models", OF_OPTIMIZERS), ("arms", ARMS)):
         chosen = getattr(args, option).split(",")
         setattr(args, option, chosen)
         unknown = set(chosen) - set(known)

@@ -87,7 +87,7 @@ def test_tables_are_of_the_saved_results(report: Any) -> None:
 def test_arms_have_words_and_plots(report: Any, tmp_path: Path) -> None:
     """No plot names an arm by a letter, and each result has a plot."""
     words = report.words
-    arms = importlib.import_module("_optimizer_arms")
+    arms = importlib.import_module("_training")
     for name in arms.ARMS:
         assert len(words.arm(name)) > 3, name
     for path in report.RESULTS.glob("*.json"):
