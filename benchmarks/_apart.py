@@ -11,11 +11,9 @@ import argparse
 import copy
 import multiprocessing
 import resource
-import statistics
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +21,13 @@ import torch
 import torch.distributed as dist
 
 import _harness as harness
-import _optimizer_arms as arms
+import _training as arms
 from _harness import Bar, Context, Row
-from _optimizer_arms import ARMS, NO_SYNC
+from _training import ARMS, NO_SYNC
 from _words import KEPT
 
 STEPS = 3  # in one turn, after one that brings caches back
 BEST = "best of f, g"
-
-
-@dataclass
-class ApartRow(Row):
-    """Also what a step costs one rank, on average."""
-
-    faults: float = 0.0  # minor page faults
-    cpu: float = 0.0  # seconds of CPU time
 
 
 def bars() -> list[Bar]:
@@ -53,7 +43,7 @@ def run(
     args: argparse.Namespace,
     reference: Callable[[str, int], torch.Tensor],
     check: Callable[[str, str, arms.Arm, torch.Tensor], None],
-) -> list[ApartRow]:
+) -> list[Row]:
     """Rows of all arms of args.model."""
     everyone = names(args.arms)
     mp = multiprocessing.get_context("spawn")
@@ -80,7 +70,8 @@ def run(
             best.arm = BEST + kept
             rows.append(best)
     for row in rows:
-        print(f"{row.arm}: {row.faults:.0f} faults and {1e3 * row.cpu:.0f} ms of CPU a step")
+        faults, cpu = row.more["faults"], row.more["cpu"]
+        print(f"{row.arm}: {faults:.0f} faults and {1e3 * cpu:.0f} ms of CPU a step")
     return rows
 
 
@@ -128,15 +119,9 @@ def _worker(context: Context, args: argparse.Namespace) -> list[Row]:
     pass_on()  # before what follows, which needs no turn
     dist.all_reduce(cost)
     faults, cpu = (cost / (context.world_size * len(samples))).tolist()
-    p25, median, p75 = statistics.quantiles(samples, n=4, method="inclusive")
     size = arms.parameter_bytes(args.model)
-    fast = harness.fast_mode(samples)
-    return [
-        ApartRow(
-            args.model, size, args.arm, median, p25, p75, fast, 1, len(samples),
-            faults=faults, cpu=cpu,
-        )
-    ]  # fmt: skip
+    # What a step costs one rank, on average: minor page faults and seconds of CPU time.
+    return [Row.of(args.model, size, args.arm, samples, more={"faults": faults, "cpu": cpu})]
 
 
 def _cost() -> torch.Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 import _gpu_table as table
 import _harness as harness
 from _harness import COPY, Bar, Row
-from _step_arms import bert_shapes
+from _steps import bert_shapes
 
 DEVICE = torch.device("cuda", 0)
 OURS, TORCH = "ours", "torch _fused_adamw_"

@@ -30,8 +30,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -47,6 +47,7 @@ import _mpi
 import _words as words
 
 RESULTS = Path(__file__).resolve().parent / "results"
+FIGURES = RESULTS.parent.parent / "build/figures"  # drawn from the results, and not kept
 COPY = "copy"  # the arm that copies the same bytes: the limit
 TIMEOUT = datetime.timedelta(minutes=5)
 PEERS_OF_THEIR_OWN = ("deepspeed", "mpi")  # in --backends, but none of c10d's
@@ -264,6 +265,15 @@ class Row:
     calls: int  # per sample
     samples: int
     bus_factor: float | None = None  # bus bandwidth over algorithm bandwidth, as in nccl-tests
+    more: dict[str, Any] = field(default_factory=dict)  # what else a benchmark notes, by name
+
+    @classmethod
+    def of(cls, case: str, size: int, arm: str, samples: Sequence[float], **others: Any) -> Row:
+        """The quartiles of samples; one alone is all of them."""
+        some = [*samples] * (2 if len(samples) == 1 else 1)
+        p25, median, p75 = statistics.quantiles(some, n=4, method="inclusive")
+        given = {"calls": 1, "samples": len(samples), **others}
+        return cls(case, size, arm, median, p25, p75, fast_mode(samples), **given)
 
     @property
     def iqr(self) -> float:
@@ -327,12 +337,10 @@ def measure(
             if name in prepare:
                 prepare[name]()
             samples[name].append(clock.sample(arms[name], batch[name]))
-    rows = []
-    for name, values in samples.items():
-        p25, median, p75 = statistics.quantiles(values, n=4, method="inclusive")
-        fast = fast_mode(values)
-        rows.append(Row(case, size, name, median, p25, p75, fast, batch[name], rounds, bus_factor))
-    return rows
+    return [
+        Row.of(case, size, name, values, calls=batch[name], bus_factor=bus_factor)
+        for name, values in samples.items()
+    ]
 
 
 def progress(
@@ -474,7 +482,7 @@ def parser(
     if sizes is not None:
         result.add_argument("--sizes", type=_comma_list(parse_size), default=sizes)
     result.add_argument("--check-bars", action="store_true", help="print which bars are met")
-    result.add_argument("--plot", nargs="?", type=Path, help="PNG (default: benchmarks/results)")
+    result.add_argument("--plot", nargs="?", type=Path, help="PNG (default: build/figures)")
     result.add_argument("--json", nargs="?", type=Path, help="JSON (default: benchmarks/results)")
     result.add_argument("--no-save", action="store_true", help="write neither")
     return result
@@ -487,22 +495,21 @@ def finish(
     *,
     limit: str = COPY,
     bars: Sequence[Bar] = (),
-    plot: Callable[[Path, Sequence[Row], int], None] | None = None,
+    facts: Mapping[str, Any] | None = None,
 ) -> None:
-    """Table, JSON, PNG (by `plot` where the rows need one of their own), bars."""
+    """Table, JSON, PNG, bars."""
     import _plots
 
     peer = next((b for b in args.backends if b not in ("fused", *PEERS_OF_THEIR_OWN)), "gloo")
     print_table(rows, peer=peer, limit=limit, title=f"{name}, world size {args.world_size}")
     if not args.no_save:
-        stem = RESULTS / f"{name}_p{args.world_size}"
-        for path, save in (
-            (args.json or stem.with_suffix(".json"), save_json),
-            (args.plot or stem.with_suffix(".png"), plot or _plots.save_plot),
-        ):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            save(path, rows, args.world_size)
-            print(f"saved {os.path.relpath(path)}")
+        stem = f"{name}_p{args.world_size}"
+        path, plot = args.json or RESULTS / f"{stem}.json", args.plot or FIGURES / f"{stem}.png"
+        save_rows(path, rows, args.world_size, facts=facts)
+        print(f"saved {os.path.relpath(path)}")
+        for stem, draw in _plots.pictures(name, plot.stem, rows, args.world_size).items():
+            _plots.save(plot.with_stem(stem), draw)
+            print(f"saved {os.path.relpath(plot.with_stem(stem))}")
     if args.check_bars:
         print_bars(rows, bars, args.world_size)
 
@@ -565,14 +572,46 @@ def about() -> dict[str, Any]:
     }
 
 
-def save_json(path: Path, rows: Sequence[Row], world_size: int, *, unit: str = "seconds") -> None:
-    report = {
-        **about(),
-        "world_size": world_size,
-        "unit": unit,
-        "rows": [asdict(row) for row in rows],
-    }
-    path.write_text(json.dumps(report, indent=1) + "\n")
+def write(path: Path, head: Mapping[str, Any], rows: Iterable[Any]) -> None:
+    """JSON with a row a line, so that a difference of two results can be read."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({**head, "rows": []}, indent=1).removesuffix("]\n}")
+    lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
+    path.write_text(f"{text}\n{lines}\n ]\n}}\n")
+
+
+COLUMNS = [column.name for column in fields(Row) if column.name != "more"]
+
+
+def save_rows(
+    path: Path,
+    rows: Sequence[Row],
+    world_size: int,
+    *,
+    unit: str = "seconds",
+    facts: Mapping[str, Any] | None = None,
+) -> None:
+    """A line for each case, size and arm; what none of them has is left out."""
+    columns = [name for name in COLUMNS if any(getattr(row, name) is not None for row in rows)]
+    more = list(dict.fromkeys(name for row in rows for name in row.more))
+    head = {**(facts or {}), **about(), "world_size": world_size, "unit": unit}
+    lines = (
+        [*(getattr(row, name) for name in columns), *(row.more.get(name) for name in more)]
+        for row in rows
+    )
+    write(path, {**head, "columns": columns + more}, lines)
+
+
+def load(path: Path) -> dict[str, Any]:
+    """A saved report, with its rows as such."""
+    report: dict[str, Any] = json.loads(path.read_text())
+    report["rows"] = [_row(dict(zip(report["columns"], line))) for line in report["rows"]]
+    return report
+
+
+def _row(values: dict[str, Any]) -> Row:
+    more = {n: v for n, v in values.items() if n not in COLUMNS and v is not None}
+    return Row(**{n: v for n, v in values.items() if n in COLUMNS}, more=more)
 
 
 def _cpu_model() -> str:

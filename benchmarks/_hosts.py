@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,7 +22,6 @@ import _harness as harness
 from _harness import Clock, Context, Row
 
 TIMEOUT = 1800.0  # seconds
-RowType = TypeVar("RowType", bound=Row)
 SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
 RECEIVED = SENT.with_name("rx_bytes")
 
@@ -38,9 +36,9 @@ def add_worker_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # a rank on a host
 
 
-def run(args: argparse.Namespace, cases: int, row: type[RowType]) -> list[RowType] | None:
+def run(args: argparse.Namespace, cases: int) -> list[Row] | None:
     """This program on each host, as a worker; what rank 0 reports. None, and why: no hosts."""
-    return run_layout(args.hosts, 1, args.rate, cases, row)
+    return run_layout(args.hosts, 1, args.rate, cases)
 
 
 def run_layout(
@@ -48,9 +46,8 @@ def run_layout(
     ranks: int,
     rate: str | None,
     cases: int,
-    row: type[RowType],
     options: Sequence[str] = (),
-) -> list[RowType] | None:
+) -> list[Row] | None:
     """The same with some ranks on each host, and more options for the workers."""
     from tqdm import tqdm
 
@@ -79,10 +76,10 @@ def run_layout(
             running.result()
             lines = path.read_text().splitlines()
             bar.update(len(lines) - bar.n)
-        return [row(**one) for line in lines for one in json.loads(line)]
+        return [Row(**one) for line in lines for one in json.loads(line)]
 
 
-def run_alone(ranks: int, row: type[RowType], options: Sequence[str] = ()) -> list[RowType]:
+def run_alone(ranks: int, options: Sequence[str] = ()) -> list[Row]:
     """The same on this machine as one host, without namespaces."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows"
@@ -91,7 +88,7 @@ def run_alone(ranks: int, row: type[RowType], options: Sequence[str] = ()) -> li
         launcher += [f"--nproc-per-node={ranks}", str(Path(sys.argv[0]).resolve())]
         launcher += [*sys.argv[1:], *options, "--worker", str(path)]
         subprocess.run(launcher, check=True, timeout=TIMEOUT)
-        return [row(**one) for line in path.read_text().splitlines() for one in json.loads(line)]
+        return [Row(**one) for line in path.read_text().splitlines() for one in json.loads(line)]
 
 
 def link(rate: str) -> dict[str, float]:

@@ -6,6 +6,7 @@ fusedpg. Each notes numbers that a rank must find on both.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import os
@@ -81,104 +82,132 @@ def batch(step: int, rank: int = RANK) -> torch.Tensor:
     return torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(step * 64 + rank))
 
 
-def train(run: Run, module: nn.Module, count: int = 30, rank: int = RANK) -> None:
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+# --- torch: steps on a group, and the programs of the default group ---
+
+Step = Callable[[int], Any]  # of a number; what a rank must find, too
+Group = dist.ProcessGroup | None
+
+
+def adamw(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), lr=1e-3)
+
+
+def training(
+    module: nn.Module, optimizer: torch.optim.Optimizer | None = None, rank: int | None = None
+) -> Step:
+    chosen = optimizer or adamw(module)
+    mine = dist.get_rank() if rank is None else rank
 
     def step(i: int) -> float:
-        loss = module(batch(i, rank)).square().mean()
+        loss = module(batch(i, mine)).square().mean()
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        chosen.step()
+        chosen.zero_grad()
         return loss.item()
 
-    run.steps(count, step)
+    return step
 
 
-# --- torch ---
+def ddp_steps(group: Group = None) -> Step:
+    return training(nn.parallel.DistributedDataParallel(model(), process_group=group))
 
 
-def ddp(run: Run) -> None:
-    dist.init_process_group()
-    train(run, nn.parallel.DistributedDataParallel(model()))
+def zero1_steps(group: Group = None) -> Step:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    module = nn.parallel.DistributedDataParallel(model(), process_group=group)
+    optimizer = ZeroRedundancyOptimizer(
+        module.parameters(), torch.optim.AdamW, process_group=group, lr=1e-3
+    )
+    return training(module, optimizer)
 
 
-detail = ddp  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
-
-
-def fsdp2(run: Run) -> None:
+def fsdp2_steps(group: Group = None) -> Step:
     from torch.distributed.fsdp import fully_shard
 
-    dist.init_process_group("gloo")
-    dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = None if group is None else dist.device_mesh.DeviceMesh.from_group(group, "cpu")
     module = model()
     for layer in module:
         if isinstance(layer, nn.Linear):
-            fully_shard(layer)
-    train(run, fully_shard(module))
+            fully_shard(layer, mesh=mesh)
+    return training(fully_shard(module, mesh=mesh))
 
 
-def fsdp1(run: Run) -> None:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    dist.init_process_group("gloo")
-    train(run, FullyShardedDataParallel(model(), device_id=torch.device("cpu")))
-
-
-def tensor_parallel(run: Run) -> None:
+def tensor_parallel_steps(mesh: Any) -> Step:
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
         RowwiseParallel,
         parallelize_module,
     )
 
-    mesh = dist.device_mesh.init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
     styles = {str(2 * i): (RowwiseParallel if i % 2 else ColwiseParallel)() for i in range(4)}
-    train(run, parallelize_module(model(), mesh, styles), rank=0)
+    return training(parallelize_module(model(), mesh, styles), rank=0)
 
 
-def pipeline(run: Run) -> None:
+def pipeline_steps(group: Group = None, *, noted: bool = False) -> Step:
+    """With the loss of all ranks' part at its end, or a barrier."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-    dist.init_process_group("gloo")
-    ranks = dist.get_world_size()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
     whole = model()
     share = len(whole) // ranks
-    part = whole[RANK * share : (RANK + 1) * share]
-    stage = PipelineStage(part, RANK, ranks, torch.device("cpu"))
+    part = whole[rank * share : (rank + 1) * share]
+    stage = PipelineStage(part, rank, ranks, torch.device("cpu"), group=group)
     schedule = Schedule1F1B(stage, 4, loss_fn=F.mse_loss)
-    optimizer = torch.optim.AdamW(part.parameters(), lr=1e-3)
-    target = torch.zeros(16, WIDTH)
+    optimizer, target = adamw(part), torch.zeros(16, WIDTH)
 
     def step(i: int) -> float | None:
-        losses: list[torch.Tensor] = []
-        if RANK == 0:
+        losses: list[torch.Tensor] | None = [] if noted else None
+        if rank == 0:
             schedule.step(batch(i, 0))
         else:
             schedule.step(target=target, losses=losses)
         optimizer.step()
         optimizer.zero_grad()
+        if not noted:
+            dist.barrier(group=group)
+            return None
         total = torch.stack(losses).sum() if losses else torch.zeros(())
         dist.broadcast(total, ranks - 1)
         return total.item()
 
-    run.steps(20, step)
+    return step
+
+
+def ddp(run: Run) -> None:
+    dist.init_process_group()
+    run.steps(30, ddp_steps())
+
+
+detail = ddp  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
+
+
+def fsdp2(run: Run) -> None:
+    dist.init_process_group("gloo")
+    dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    run.steps(30, fsdp2_steps())
+
+
+def fsdp1(run: Run) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    dist.init_process_group("gloo")
+    run.steps(30, training(FullyShardedDataParallel(model(), device_id=torch.device("cpu"))))
+
+
+def tensor_parallel(run: Run) -> None:
+    mesh = dist.device_mesh.init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
+    run.steps(30, tensor_parallel_steps(mesh))
+
+
+def pipeline(run: Run) -> None:
+    dist.init_process_group("gloo")
+    run.steps(20, pipeline_steps(noted=True))
 
 
 def zero1(run: Run) -> None:
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
     dist.init_process_group("gloo")
-    module = nn.parallel.DistributedDataParallel(model())
-    optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.AdamW, lr=1e-3)
-
-    def step(i: int) -> float:
-        loss = module(batch(i)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.item()
-
-    run.steps(20, step)
+    run.steps(20, zero1_steps())
 
 
 def _checkpoints(run: Run, kind: str) -> None:
@@ -206,12 +235,8 @@ def _checkpoints(run: Run, kind: str) -> None:
     run.numbers += [value.full_tensor().sum().item() for value in state["model"].values()]
 
 
-def dcp_thread(run: Run) -> None:
-    _checkpoints(run, "THREAD")
-
-
-def dcp_process(run: Run) -> None:
-    _checkpoints(run, "PROCESS")
+dcp_thread = functools.partial(_checkpoints, kind="THREAD")
+dcp_process = functools.partial(_checkpoints, kind="PROCESS")
 
 
 def elastic(run: Run) -> None:
@@ -221,7 +246,7 @@ def elastic(run: Run) -> None:
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and RANK == 1:
         module(batch(0))
         os._exit(1)
-    train(run, module)
+    run.steps(30, training(module))
 
 
 # --- frameworks ---
@@ -389,20 +414,9 @@ def _deepspeed(run: Run, stage: int) -> None:
     run.steps(20, step)
 
 
-def deepspeed0(run: Run) -> None:
-    _deepspeed(run, 0)
-
-
-def deepspeed1(run: Run) -> None:
-    _deepspeed(run, 1)
-
-
-def deepspeed2(run: Run) -> None:
-    _deepspeed(run, 2)
-
-
-def deepspeed3(run: Run) -> None:
-    _deepspeed(run, 3)
+deepspeed0, deepspeed1, deepspeed2, deepspeed3 = (
+    functools.partial(_deepspeed, stage=stage) for stage in range(4)
+)
 
 
 def torchft(run: Run) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -23,18 +23,6 @@ SKIP: dict[str, Literal["off", "auto", "on"]] = {"dense": "off", "auto": "auto",
 UNTIMED = {"auto": 3}
 OVERLAPS = ("random", "full", "none")
 TENSORS = ("arena", "ordinary")
-
-
-@dataclass
-class SparseRow(Row):
-    """Times of one arm, and what it moves."""
-
-    density: float = 0.0  # share of the blocks that each rank has
-    union: float = 0.0  # share that any rank has
-    path: str = ""  # how the data travelled
-    sent: float = 0.0  # bytes that a rank sent in one call; the mean of the ranks
-    formula: float = 0.0  # what `sent` should be by the densities, without bitmaps
-    bitmaps: float = 0.0  # bytes
 
 
 @dataclass(frozen=True)
@@ -208,26 +196,22 @@ def measure(context: Context, case: Case, data: Data, rounds: int, *, hosts: boo
         bus_factor=2 * others / context.world_size,
         prepare=prepare,
     )
-    rows: list[Row] = []
     for row in timed:
         if row.arm == SCAN:
             row.bus_factor = None  # nothing moves
         skipping = row.arm in moved and moved[row.arm].path == "block_sparse"
-        rows.append(
-            SparseRow(
-                **asdict(row),
-                density=share,
-                union=union / data.blocks,
-                path=moved[row.arm].path if row.arm in moved else "",
-                sent=moved[row.arm].sent if row.arm in moved else 0.0,
-                formula=formula if skipping else dense,
-                bitmaps=bitmaps,
-            )
-        )
+        row.more = {
+            "density": share,  # of the blocks that each rank has
+            "union": union / data.blocks,  # that any rank has
+            "path": moved[row.arm].path if row.arm in moved else "",
+            "sent": moved[row.arm].sent if row.arm in moved else 0.0,  # bytes, the ranks' mean
+            "formula": formula if skipping else dense,  # what `sent` should be, without bitmaps
+            "bitmaps": bitmaps,  # bytes
+        }
     dist.barrier(group=gloo)
     for group in groups.values():
         dist.destroy_process_group(group)
-    return rows
+    return timed
 
 
 def measured(

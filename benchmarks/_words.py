@@ -10,6 +10,7 @@ OURS, PEER, LIMIT = "ours", "peer", "limit"
 ARMS = {
     "copy": "copy of the same bytes by all ranks",
     "gloo": "Gloo",
+    "served": "fused, asked for as Gloo",
     "deepspeed": "DeepSpeed SHM",
     "open mpi": "Open MPI",
     "link": "what the link needs for the bytes",
@@ -142,7 +143,8 @@ LIMITS += (
     "step's bound",
 )
 LIMITS += ("all_reduce alone", "no communication", "shards alone", "fake functional")
-PEERS = ("a", "b", "c", "open mpi", "torch.optim.AdamW(fused=True)")
+PEERS = ("a", "b", "c", "open mpi", "one rank", "one rank, all threads", "plain torch")
+BEGIN_OF_PEERS = ("gloo", "deepspeed", "nccl", "torch.", "reduce_scatter, ")
 
 
 KEPT = ", kept"  # after the name of an arm: after fusedpg.keep_freed_memory()
@@ -167,6 +169,8 @@ def whose(name: str) -> str:
     name = name.removesuffix(KEPT)
     if name in LIMITS:
         return LIMIT
-    if name in PEERS or name.startswith(("gloo", "deepspeed", "nccl", "reduce_scatter, ")):
+    if name in PEERS or name.startswith(
+        ("gloo", "deepspeed", "nccl", "torch.", "reduce_scatter, ")
+    ):
         return PEER
     return OURS

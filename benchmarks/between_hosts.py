@@ -29,11 +29,8 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,11 +39,10 @@ from torch.nn.functional import cross_entropy
 
 import _harness as harness
 import _hosts as hosts
-import _models as models
-import _plots as plots
+import _steps as steps
 import collectives
-import fused_step
 from _harness import Bar, Context, Row
+from _training import Arm, parameter_bytes
 from ddp import keep_bucket
 
 K, M = 1 << 10, 1 << 20
@@ -68,15 +64,7 @@ ROUNDS = {UNLIMITED: 21, "10gbit": 11, "1gbit": 5}
 MORE = 5  # times these up to 1 MB, where calls are short and vary
 MORE_EXCHANGES = 3  # these vary too: both ways at once, or one after the other
 TRAINED = "10gbit"  # the rate at which models are trained
-BATCH, LR, CHECKED_STEPS = 4, 1e-3, 5
-
-
-@dataclass
-class HostsRow(Row):
-    """What also the link says of an arm."""
-
-    sent: float = 0.0  # bytes of a call that crossed host 0's link outwards, with headers
-    idle: float | None = None  # of DDP's step: the share in which host 0's cores have nothing to do
+LR, CHECKED_STEPS = 1e-3, 5
 
 
 def name_of(part: str, layout: str, rate: str) -> str:
@@ -92,16 +80,12 @@ def all_reduce_bar(world_size: int, rate: str, size: int, peer: str, **limit: fl
 def step_bar(world_size: int, rate: str, at_least: float) -> Bar:
     name = name_of("adamw", f"2x{world_size // 2}", rate)
     return Bar(
-        world_size, name, fused_step.FUSED, 100 * M, fused_step.GLOO, at_least=at_least
+        world_size, name, steps.FUSED, 100 * M, steps.GLOO, at_least=at_least
     )  # fmt: skip
 
 
-def mlp_bytes() -> int:
-    return sum(4 * p.numel() for p in models.make_mlp().parameters())
-
-
 def bars() -> list[Bar]:
-    size = mlp_bytes()
+    size = parameter_bytes("mlp")
     return [
         *(all_reduce_bar(2, UNLIMITED, s * K, "gloo", at_least=4) for s in (4, 64)),
         *(all_reduce_bar(2, UNLIMITED, s * M, "gloo", at_least=2) for s in (1, 16)),
@@ -126,7 +110,7 @@ def cases(args: argparse.Namespace, rate: str) -> list[Case]:
     found: list[Case] = []
     for part in args.parts:
         if part in ("ddp", "fsdp2"):
-            found += [(part, mlp_bytes())] if rate == TRAINED else []
+            found += [(part, parameter_bytes("mlp"))] if rate == TRAINED else []
             continue
         # Small ones are a matter of latency, which no rate changes.
         least = M if part == "adamw" or rate != UNLIMITED else 0
@@ -153,20 +137,18 @@ def main() -> int:
         return 0
     for layout in args.layouts.split(","):
         count, ranks = map(int, layout.split("x"))
-        rows: list[HostsRow] = []
+        rows: list[Row] = []
         for rate in args.rates:
             todo = cases(args, rate)
             limit = None if rate == UNLIMITED else rate
             options = ["--place", layout, rate]
-            found = hosts.run_layout(count, ranks, limit, len(todo), HostsRow, options)
+            found = hosts.run_layout(count, ranks, limit, len(todo), options)
             if found is None:
                 return 2
             rows += found
         args.world_size = count * ranks
         print_bytes(rows, count)
-        harness.finish(
-            f"between_hosts_{layout}", list(rows), args, limit=LINK, bars=bars(), plot=save_plot
-        )
+        harness.finish(f"between_hosts_{layout}", rows, args, limit=LINK, bars=bars())
     return 0
 
 
@@ -174,7 +156,7 @@ def main() -> int:
 # On a rank
 
 
-def measured(context: Context, args: argparse.Namespace) -> Iterator[list[HostsRow]]:
+def measured(context: Context, args: argparse.Namespace) -> Iterator[list[Row]]:
     """Rows, case by case."""
     layout, rate = args.place
     count = int(layout.split("x")[0])
@@ -194,37 +176,37 @@ def measured(context: Context, args: argparse.Namespace) -> Iterator[list[HostsR
         rounds = args.rounds or ROUNDS[rate] * more
         rows = harness.measure(context, arms, case=name, size=size, rounds=rounds)
         sent = {arm: hosts.bytes_sent(context, call) for arm, call in arms.items()}
-        found = [HostsRow(**asdict(row), sent=sent[row.arm]) for row in rows]
-        if part == "ddp":
-            for row in found:
-                row.idle = hosts.idle_share(context, arms[row.arm])
+        for row in rows:
+            row.more["sent"] = sent[row.arm]  # over host 0's link, with headers
+            if part == "ddp":  # the share of the time in which host 0's cores have nothing to do
+                row.more["idle"] = hosts.idle_share(context, arms[row.arm])
         bits = RATES[rate]
         if bits is not None and part not in ("send", "exchange"):
-            sent = 2 * (count - 1) / count * size
-            found.append(link_row(name, size, sent, 8 / bits))
+            crossing = 2 * (count - 1) / count * size
+            rows.append(link_row(name, size, crossing, 8 / bits))
             burst = hosts.link(rate)["burst"]
-            if sent * FRAME / CARRIED > burst:
-                found.append(link_row(name, size, sent * FRAME / CARRIED, 8 / bits, WIRE, burst))
+            if (packets := crossing * FRAME / CARRIED) > burst:
+                rows.append(link_row(name, size, packets, 8 / bits, WIRE, burst))
         if part == "ddp":
-            found.append(bound_row(found))
-        yield found
+            rows.append(bound_row(rows))
+        yield rows
 
 
 def link_row(
     name: str, size: int, sent: float, per_byte: float, arm: str = LINK, burst: float = 0
-) -> HostsRow:
+) -> Row:
     time = max(0.0, sent - burst) * per_byte
-    return HostsRow(name, size, arm, time, time, time, time, 1, 1, sent=sent)
+    return Row.of(name, size, arm, [time], more={"sent": sent})
 
 
-def bound_row(rows: Sequence[HostsRow]) -> HostsRow:
+def bound_row(rows: Sequence[Row]) -> Row:
     """DDP communicates during backward: before it are no gradients, and the optimizer needs all."""
     step, forward, optimizer, link = (
         next(row for row in rows if row.arm == arm) for arm in (NO_COMM, FORWARD, OPTIMIZER, WIRE)
     )
     around = forward.median + optimizer.median
     time = around + max(step.median - around, link.median)
-    return HostsRow(link.case, link.size, BOUND, time, time, time, time, 1, 1, sent=link.sent)
+    return Row.of(link.case, link.size, BOUND, [time], more={"sent": link.more["sent"]})
 
 
 def all_reduce_arms(size: int, context: Context, name: str) -> dict[str, Callable[[], object]]:
@@ -335,35 +317,29 @@ def exchange_arms(size: int, context: Context) -> dict[str, Callable[[], object]
 
 
 def step_arms(size: int, context: Context) -> dict[str, Callable[[], object]]:
-    gradients = fused_step.Gradients(size // 4, 1.0)
-    reference = fused_step.reference_parameters(gradients, context.world_size)
+    gradients = steps.Gradients(size // 4, 1.0)
+    reference = steps.reference_parameters(gradients, context.world_size)
     arms = {
-        fused_step.FUSED: partial(fused_step.FusedStep, gradients.numel, context.groups["fused"]),
-        fused_step.GLOO: partial(fused_step.SplitStep, gradients.numel, context.groups["gloo"]),
+        steps.FUSED: partial(steps.FusedStep, gradients.numel, context.groups["fused"]),
+        steps.GLOO: partial(steps.SplitStep, gradients.numel, context.groups["gloo"]),
     }
     return {n: make().checked(n, gradients, reference, context) for n, make in arms.items()}
 
 
-class Training:
-    """A model, torch's optimizer and a fixed batch of this rank: a user's unchanged script."""
+class Training(Arm):
+    """A user's unchanged script; alone where there is no group."""
 
-    def __init__(self, part: str, rank: int, group: dist.ProcessGroup | None) -> None:
-        torch.manual_seed(0)
-        self._model: nn.Module = models.make_mlp()
-        if group is not None:
-            wrap = self._ddp if part == "ddp" else self._fsdp2
-            self._model = wrap(self._model, group)
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LR, fused=True)
-        generator = torch.Generator().manual_seed(1 + rank)
-        width = next(iter(models.make_mlp().parameters())).shape[1]
-        self._x = torch.randn(BATCH, width, generator=generator)
-        self._y = torch.randint(10, (BATCH,), generator=generator)
+    def __init__(self, part: str, group: dist.ProcessGroup | None) -> None:
+        self._part = part
+        super().__init__("mlp", group)
 
-    @staticmethod
-    def _ddp(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
-        return nn.parallel.DistributedDataParallel(
-            model, process_group=group, gradient_as_bucket_view=True
-        )
+    def wrap(self) -> nn.Module:
+        if self.group is None:
+            return self.module
+        return super().wrap() if self._part == "ddp" else self._fsdp2(self.module, self.group)
+
+    def make_optimizer(self) -> None:
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR, fused=True)
 
     @staticmethod
     def _fsdp2(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
@@ -378,27 +354,16 @@ class Training:
         return model
 
     def without_communication(self) -> Training:
-        assert isinstance(self._model, nn.parallel.DistributedDataParallel)
-        self._model.register_comm_hook(None, keep_bucket)
+        assert isinstance(self.model, nn.parallel.DistributedDataParallel)
+        self.model.register_comm_hook(None, keep_bucket)
         return self
 
     def forward(self) -> Tensor:
-        return cross_entropy(self._model(self._x), self._y)
-
-    def optimize(self) -> None:
-        self._optimizer.step()
-
-    def step(self) -> Tensor:
-        self._optimizer.zero_grad()
-        loss = self.forward()
-        loss.backward()
-        self._optimizer.step()
-        return loss.detach()
+        return cross_entropy(self.model(self.x), self.y)
 
 
 def training_arms(part: str, context: Context) -> dict[str, Callable[[], object]]:
-    rank = context.rank
-    arms = {backend: Training(part, rank, group) for backend, group in context.groups.items()}
+    arms = {backend: Training(part, group) for backend, group in context.groups.items()}
     losses = [torch.stack([arm.step() for _ in range(CHECKED_STEPS)]) for arm in arms.values()]
     for other in losses[1:]:
         same = torch.allclose(losses[0], other, rtol=1e-4, atol=1e-5)
@@ -406,12 +371,12 @@ def training_arms(part: str, context: Context) -> dict[str, Callable[[], object]
     # Of all ranks' batches: one of them alone may get worse at first.
     dist.all_reduce(losses[0], group=context.groups["gloo"])
     harness.require(bool(losses[0][-1] < losses[0][0]), f"{part}: does not learn: {losses[0]}")
-    alone = Training(part, rank, None)
+    alone = Training(part, None)
     steps: dict[str, Callable[[], object]] = {name: arm.step for name, arm in arms.items()}
     steps[ALONE] = alone.step
     if part == "ddp":
-        steps[NO_COMM] = Training(part, rank, context.groups["fused"]).without_communication().step
-        steps |= {FORWARD: alone.forward, OPTIMIZER: alone.optimize}
+        steps[NO_COMM] = Training(part, context.groups["fused"]).without_communication().step
+        steps |= {FORWARD: alone.forward, OPTIMIZER: alone.optimizer.step}
     return steps
 
 
@@ -419,7 +384,7 @@ def training_arms(part: str, context: Context) -> dict[str, Callable[[], object]
 # Output
 
 
-def print_bytes(rows: Sequence[HostsRow], count: int) -> None:
+def print_bytes(rows: Sequence[Row], count: int) -> None:
     """What crossed a host's link, over the least that has to."""
     from rich.table import Table
 
@@ -431,27 +396,17 @@ def print_bytes(rows: Sequence[HostsRow], count: int) -> None:
     for row in rows:
         if row.arm not in (LINK, WIRE, SOCKETS, SOCKETS_AND_SUM, BOUND, *COMPUTE) and row.size >= M:
             least = 2 * (count - 1) / count * row.size
-            share = "" if row.case.startswith("fsdp2") else f"{row.sent / least:.3f}"
+            sent = row.more["sent"]
+            share = "" if row.case.startswith("fsdp2") else f"{sent / least:.3f}"
             table.add_row(
                 harness.words.case(row.case), harness.format_size(row.size),
-                harness.arm_title(row.arm), f"{row.sent * 1e-6:.4g}", share,
+                harness.arm_title(row.arm), f"{sent * 1e-6:.4g}", share,
             )  # fmt: skip
     harness._console().print(table)
     for row in rows:
-        if row.idle is not None:
+        if (idle := row.more.get("idle")) is not None:
             arm, step = harness.arm_title(row.arm), harness.words.case(row.case)
-            print(f"{step}, {arm}: the host's cores idle {100 * row.idle:.0f}% of the time")
-
-
-def save_plot(path: Path, rows: Iterable[Row], world_size: int) -> None:
-    """all_reduce by size where the link has no rate; bars for what takes a link's time."""
-    rows = list(rows)
-    most = min(90 * M, max(row.size for row in rows))
-    large: list[Any] = [row for row in rows if row.size >= most]
-    small = [row for row in rows if row.case.startswith("all_reduce") and UNLIMITED in row.case]
-    plots.save_bars(path, large, world_size)
-    if len({row.size for row in small}) > 1:
-        plots.save_sweeps(path.with_stem(f"{path.stem}_sizes"), small, world_size)
+            print(f"{step}, {arm}: the host's cores idle {100 * idle:.0f}% of the time")
 
 
 if __name__ == "__main__":

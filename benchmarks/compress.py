@@ -28,12 +28,10 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,10 +42,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import _harness as harness
 import _hosts as hosts
-import _models as models
 import _plots as plots
 import fusedpg
 from _harness import Bar, Context, Row
+from _training import make_mlp, parameter_bytes
 from fusedpg import compress
 
 UNLIMITED = "unlimited"
@@ -96,26 +94,12 @@ METHODS |= {f"{name}, auto{OURS}": METHODS[f"{name}, auto"] for name in AUTO}
 SOME = [name for name in METHODS if name.startswith(AUTO) and not name.endswith("ps")]
 
 
-@dataclass
-class CompressRow(Row):
-    """Also what crossed the link in a step, what compression takes by itself, and the choice of
-    schedule="auto": into how many groups, or no compression."""
-
-    sent: float = 0.0  # bytes
-    compression: float = 0.0  # seconds
-    choice: str = ""
-
-
 def name_of(rate: str) -> str:
     return f"step, {rate}"
 
 
-def size_of() -> int:
-    return sum(4 * p.numel() for p in models.make_mlp().parameters())
-
-
 def bars() -> list[Bar]:
-    size = size_of()
+    size = parameter_bytes("mlp")
     found = [
         Bar(2, name_of("1gbit"), f"{method}, auto{which}", size, GLOO, at_least=times)
         for method, times in zip(AUTO, (8, 10))
@@ -150,7 +134,7 @@ def main() -> int:
     if args.worker:
         hosts.worker(args, lambda context: measured(context, args))
         return 0
-    rows: list[CompressRow] = []
+    rows: list[Row] = []
     for rate in rates:
         limit = rate if rate.endswith("bit") else None
         parts = [p for p in args.parts if p == "steps" or rate in LOSS_SECONDS]
@@ -158,23 +142,26 @@ def main() -> int:
             continue
         options = ["--rate", rate]
         if rate == ONE_HOST:
-            found = hosts.run_alone(args.hosts, CompressRow, options)
+            found = hosts.run_alone(args.hosts, options)
         else:
-            found = hosts.run_layout(args.hosts, 1, limit, len(parts), CompressRow, options)
+            found = hosts.run_layout(args.hosts, 1, limit, len(parts), options)
         if found is None:
             return 2
         rows += found
     args.world_size = args.hosts
-    curves = [json.loads(row.arm) for row in rows if row.case.startswith("loss")]
+    curves = [row.more for row in rows if row.case.startswith("loss")]
     timed = [row for row in rows if not row.case.startswith("loss")]
     print_more(timed)
     for curve in curves:
         print_curve(curve)
     if timed:
-        harness.finish("compress", list(timed), args, limit=ALONE, bars=bars(), plot=save_plot)
+        harness.finish("compress", timed, args, limit=ALONE, bars=bars())
     if curves and not args.no_save:
-        path = (args.plot or harness.RESULTS / f"compress_p{args.hosts}.png").with_suffix("")
-        save_curves(path.with_name(f"{path.name}_loss.png"), curves)
+        # Not among the results, which are rows of timings.
+        stem = f"compress_p{args.hosts}"
+        harness.write(harness.RESULTS / f"loss/{stem}.json", harness.about(), curves)
+        draw = partial(plots.draw_curves, curves)
+        plots.save(harness.FIGURES / f"{stem}_loss.png", draw)
     return 0
 
 
@@ -269,16 +256,16 @@ def make_arm(
     return Training(model, context.rank, group, hook, group if hook else None, optimizer, batch)
 
 
-def measured(context: Context, args: argparse.Namespace) -> Iterator[list[CompressRow]]:
+def measured(context: Context, args: argparse.Namespace) -> Iterator[list[Row]]:
     if "steps" in args.parts:
         yield steps(context, args)
     if "loss" in args.parts and args.rate in LOSS_SECONDS:
         yield losses(context, args)
 
 
-def steps(context: Context, args: argparse.Namespace) -> list[CompressRow]:
+def steps(context: Context, args: argparse.Namespace) -> list[Row]:
     torch.manual_seed(0)
-    model = models.make_mlp()
+    model = make_mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM, fused=True)
     arms: dict[str, Callable[[], object]] = {}
     sent: dict[str, float] = {}
@@ -302,16 +289,16 @@ def steps(context: Context, args: argparse.Namespace) -> list[CompressRow]:
                 if context.rank == 0:
                     print(f"{args.rate}, {name}:\n{arm.state.report()}", file=sys.stderr)
     rounds = args.rounds or ROUNDS[args.rate]
-    rows = harness.measure(context, arms, case=name_of(args.rate), size=size_of(), rounds=rounds)
-    return [
-        CompressRow(
-            **asdict(row),
-            sent=sent.get(row.arm, 0.0),
-            compression=apart.get(row.arm, 0.0),
-            choice=choices.get(row.arm, ""),
-        )
-        for row in rows
-    ]
+    rows = harness.measure(
+        context, arms, case=name_of(args.rate), size=parameter_bytes("mlp"), rounds=rounds
+    )
+    for row in rows:
+        row.more = {
+            "sent": sent.get(row.arm, 0.0),  # bytes over the link in a step
+            "compression": apart.get(row.arm, 0.0),  # seconds of it by itself
+            "choice": choices.get(row.arm, ""),  # of schedule="auto"
+        }
+    return rows
 
 
 def choice(report: compress.Report) -> str:
@@ -345,7 +332,7 @@ def compression(name: str, context: Context) -> float:
                           compress.from_params(params).memory)  # fmt: skip
     if params["compressor"] == "powersgd":
         return 0.0  # not without a wire
-    numel = size_of() // 4
+    numel = parameter_bytes("mlp") // 4
     kept: dict[str, Tensor] = {}
     piece = Piece(
         "0", numel, Runs(), 0, 2, 1, torch.float32, torch.device("cpu"),
@@ -365,10 +352,10 @@ def compression(name: str, context: Context) -> float:
     return sorted(samples[1:])[1]
 
 
-def losses(context: Context, args: argparse.Namespace) -> list[CompressRow]:
-    """Loss against time, each method for as long; the row's name is the curve."""
+def losses(context: Context, args: argparse.Namespace) -> list[Row]:
+    """Loss against time, each method for as long; a row has its curve."""
     torch.manual_seed(0)
-    initial = models.make_mlp()
+    initial = make_mlp()
     for p in initial.parameters():  # as torch begins, a signal is lost in five layers of ReLU
         if p.dim() == 2:
             nn.init.kaiming_normal_(p, nonlinearity="relu")
@@ -399,9 +386,7 @@ def losses(context: Context, args: argparse.Namespace) -> list[CompressRow]:
             dist.all_reduce(going, op=dist.ReduceOp.MIN, group=context.groups["gloo"])
         harness.require(alike(arm.model, context), f"{name}: ranks have other weights")
         curve = {"method": name, "rate": args.rate, "steps": count, "points": points}
-        found.append(
-            CompressRow(f"loss, {args.rate}", size_of(), json.dumps(curve), 1, 1, 1, 1, 1, 1, None)
-        )
+        found.append(Row.of(f"loss, {args.rate}", parameter_bytes("mlp"), name, [1.0], more=curve))
         del arm
     return found
 
@@ -410,7 +395,7 @@ def losses(context: Context, args: argparse.Namespace) -> list[CompressRow]:
 # Output
 
 
-def print_more(rows: Sequence[CompressRow]) -> None:
+def print_more(rows: Sequence[Row]) -> None:
     from rich.table import Table
 
     table = Table(title="Steps a second, bytes on a host's link, and compression by itself")
@@ -418,12 +403,13 @@ def print_more(rows: Sequence[CompressRow]) -> None:
         left = column in ("work", "arm", "chosen")
         table.add_column(column, justify="left" if left else "right")
     for row in rows:
+        sent, compression, choice = row.more.values()
         gloo = harness.find(rows, row.case, row.size, GLOO)
         faster = f"{harness.ratio_to_peer(row, gloo):.2f}" if gloo is not None else ""
         table.add_row(
             row.case, row.arm, f"{1 / row.median:.3g}", faster,
-            f"{row.sent * 1e-6:.4g}" if row.sent else "",
-            f"{1e3 * row.compression:.1f}" if row.compression else "", row.choice,
+            f"{sent * 1e-6:.4g}" if sent else "",
+            f"{1e3 * compression:.1f}" if compression else "", choice,
         )  # fmt: skip
     harness._console().print(table)
 
@@ -434,44 +420,6 @@ def print_curve(curve: dict[str, Any]) -> None:
         f"loss at {curve['rate']}, {curve['method']}: {points[0][1]:.3f} -> {points[-1][1]:.3f} "
         f"in {curve['steps']} steps, {points[-1][0]:.0f} s"
     )
-
-
-def save_plot(path: Path, rows: Sequence[Row], world_size: int) -> None:
-    """Steps a second over those without communication, rate by rate: as in MergeComp's README."""
-    cases = list(dict.fromkeys(row.case for row in rows))
-    figure, axes = plots.plt().subplots(
-        1, len(cases), figsize=(4.2 * len(cases), 5), layout="constrained", squeeze=False
-    )
-    for axis, case in zip(axes[0], cases):
-        mine = [row for row in rows if row.case == case and row.arm != ALONE]
-        alone = next(row.median for row in rows if row.case == case and row.arm == ALONE)
-        shares = [100 * alone / row.median for row in mine]
-        colours = [
-            "tab:gray" if row.arm not in METHODS
-            else "tab:green" if METHODS[row.arm][1] == "auto" else "tab:blue"
-            for row in mine
-        ]  # fmt: skip
-        axis.barh([row.arm for row in mine], shares, color=colours)
-        axis.invert_yaxis()
-        axis.set(title=case, xlabel="% of the step without communication", xlim=(0, 105))
-    plots.finish(figure, path, f"DDP, MLP of 25 M parameters, {world_size} hosts")
-
-
-def save_curves(path: Path, curves: Sequence[dict[str, Any]]) -> None:
-    rates = list(dict.fromkeys(curve["rate"] for curve in curves))
-    figure, axes = plots.plt().subplots(
-        1, len(rates), figsize=(5.5 * len(rates), 4), layout="constrained", squeeze=False
-    )
-    for axis, rate in zip(axes[0], rates):
-        for curve in curves:
-            if curve["rate"] == rate:
-                label = f"{curve['method']} ({curve['steps']} steps)"
-                axis.plot(*zip(*curve["points"]), label=label)
-        axis.set(title=rate, xlabel="seconds", ylabel=f"loss (mean of {POINT} steps)")
-        axis.legend(fontsize="small")
-    plots.finish(figure, path, "Loss against time, MLP of 25 M parameters, 2 hosts")
-    # Not among the results, which are rows of timings.
-    path.with_suffix(".jsonl").write_text("".join(json.dumps(one) + "\n" for one in curves))
 
 
 if __name__ == "__main__":

@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-import statistics
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import _harness as harness
-from _harness import RESULTS, Context
+from _harness import RESULTS, Context, Row
 from fusedpg import compress
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
@@ -63,19 +61,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "PowerSGD 1": {"compressor": "powersgd", "memory": "powersgd"},
     "PowerSGD 4": {"compressor": "powersgd", "memory": "powersgd", "compress_rank": 4},
 }
-
-
-@dataclass
-class AccuracyRow:
-    """What was held out, by seed."""
-
-    case: str
-    arm: str
-    accuracy: list[float]  # of "lm" bits per character
-
-    @property
-    def mean(self) -> float:
-        return statistics.mean(self.accuracy)
 
 
 @functools.cache
@@ -122,12 +107,13 @@ def trained(context: Context, task: str, params: dict[str, Any], seed: int) -> f
     return common.evaluate(model, test, score)
 
 
-def worker(context: Context, args: argparse.Namespace) -> list[Any]:
+def worker(context: Context, args: argparse.Namespace) -> list[Row]:
     rows = []
     for task in args.tasks:
         for name in harness.progress(context, args.methods, str):
             found = [trained(context, task, METHODS[name], seed) for seed in range(args.seeds)]
-            rows.append(AccuracyRow(task, name, found))
+            # Of "lm" bits a character, by seed.
+            rows.append(Row.of(task, 0, name, found, more={"accuracy": found}))
             if context.rank == 0:
                 print(f"\n{task:4} {name:26} {[round(figure, 3) for figure in found]}", flush=True)
     return rows
@@ -144,12 +130,12 @@ def main() -> int:
     unknown = [name for name in args.methods if name not in METHODS]
     if unknown or not set(args.tasks) <= set(TASKS):
         parser.error(f"methods are {', '.join(METHODS)}; tasks are {', '.join(TASKS)}")
-    rows: list[Any] = harness.run(worker, args)
+    rows = harness.run(worker, args)
     if not args.no_save:
         for task in args.tasks:
             path = RESULTS / f"compress_accuracy_{task}_p{args.world_size}.json"
             found = [row for row in rows if row.case == task]
-            harness.save_json(path, found, args.world_size, unit="held out")
+            harness.save_rows(path, found, args.world_size, unit="held out")
             print(f"saved {path.name}")
     return 0
 

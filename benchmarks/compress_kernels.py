@@ -136,7 +136,7 @@ def worker(context: Context, args: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def bars(size: int) -> list[Bar]:
+def bars(size: int = SIZE) -> list[Bar]:
     found = [Bar(1, "topk", KERNEL, size, TOPK, at_least=5)]
     for name in kernels(1000):
         share = 0.4 if name in DRAWN else 0.7

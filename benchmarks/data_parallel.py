@@ -34,7 +34,18 @@ from torch import Tensor
 import _harness as harness
 import fusedpg
 from _harness import COPY, Bar, Context, Row
-from fused_step import CHECKED_STEPS, TOLERANCE, Gradients, initial
+from _steps import (
+    BETAS,
+    CHECKED_STEPS,
+    EPS,
+    HYPER,
+    LR,
+    OPTIONS,
+    WEIGHT_DECAY,
+    Gradients,
+    StepArm,
+    initial,
+)
 from fusedpg import fusion
 from fusedpg.fusion import Partial, Replicate, Shard, all_reduce
 
@@ -44,7 +55,7 @@ BY_HAND = {SGD: "fused_sgd_", ADAMW: "fused_adamw_"}
 GLOO = {SGD: "gloo all_reduce + SGD", ADAMW: "gloo all_reduce + eager AdamW"}
 # With torch.optim's kernels.
 GLOO_FUSED = {SGD: "gloo all_reduce + SGD(fused=True)", ADAMW: "gloo all_reduce + AdamW"}
-LR, MOMENTUM, BETAS, EPS, WEIGHT_DECAY = 1e-2, 0.9, (0.9, 0.999), 0.1, 1e-2
+MOMENTUM = 0.9
 M = 1 << 20
 BARS = [
     bar
@@ -93,17 +104,17 @@ def corrected(step: int) -> tuple[float, float]:
     return LR / (1 - BETAS[0] ** step), (1 - BETAS[1] ** step) ** 0.5
 
 
-class Step:
+class Step(StepArm):
     """Parameters, gradients and state; of the state a rank has its slice, or all of it."""
 
     def __init__(self, case: str, w: Tensor, g: Tensor, owned: int) -> None:
-        self.case, self.w, self.g = case, w, g
+        self.case, self.params, self.grads = case, w, g
         self.state = [torch.zeros(owned) for _ in range(1 if case == SGD else 2)]
         self.steps = torch.zeros(())
         self.count = 0
 
     def reset(self) -> None:
-        self.w.copy_(initial(self.w.numel()))
+        self.params.copy_(initial(self.params.numel()))
         for state in self.state:
             state.zero_()
         self.steps.zero_()
@@ -111,24 +122,22 @@ class Step:
         self.optimizer = self.make_optimizer()
 
     def make_optimizer(self) -> torch.optim.Optimizer:
-        self.w.grad = self.g
+        self.params.grad = self.grads
         if self.case == SGD:
-            return torch.optim.SGD([self.w], lr=LR, momentum=MOMENTUM, fused=True)
-        return torch.optim.AdamW(
-            [self.w], lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, fused=True
-        )
+            return torch.optim.SGD([self.params], lr=LR, momentum=MOMENTUM, fused=True)
+        return torch.optim.AdamW([self.params], **OPTIONS, fused=True)
 
     def program(self, *schedule: fusion.Transformation) -> Callable[[], object]:
         if self.case == SGD:
             run, (m,) = sgd.scheduled(*schedule), self.state
-            return lambda: run.into((self.w, m), self.g, self.w, m, MOMENTUM, LR)
+            return lambda: run.into((self.params, m), self.grads, self.params, m, MOMENTUM, LR)
         step, (m, v) = adamw.scheduled(*schedule), self.state
         keep = 1 - LR * WEIGHT_DECAY
 
         def call() -> None:
             self.count += 1
             numbers = (*BETAS, keep, EPS, *corrected(self.count))
-            step.into((self.w, m, v), self.g, self.w, m, v, *numbers)
+            step.into((self.params, m, v), self.grads, self.params, m, v, *numbers)
 
         return call
 
@@ -136,35 +145,34 @@ class Step:
         if self.case == SGD:
             (m,) = self.state
             return lambda: fusedpg.fused_sgd_(
-                [self.w], [self.g], [m], lr=LR, momentum=MOMENTUM, weight_decay=0.0,
+                [self.params], [self.grads], [m], lr=LR, momentum=MOMENTUM, weight_decay=0.0,
                 dampening=0.0, nesterov=False, is_first_step=False,
             )  # fmt: skip
         m, v = self.state
         return lambda: fusedpg.fused_adamw_(
-            [self.w], [self.g], [m], [v], [], [self.steps],
-            lr=LR, beta1=BETAS[0], beta2=BETAS[1], weight_decay=WEIGHT_DECAY, eps=EPS,
-        )  # fmt: skip
+            [self.params], [self.grads], [m], [v], [], [self.steps], **HYPER
+        )
 
     def update(self, gradient: Tensor) -> None:
         """With torch's operations, in place where they allow."""
         self.count += 1
         if self.case == SGD:
             (m,) = self.state
-            self.w.sub_(m.mul_(MOMENTUM).add_(gradient), alpha=LR)
+            self.params.sub_(m.mul_(MOMENTUM).add_(gradient), alpha=LR)
             return
         m, v = self.state
         m.mul_(BETAS[0]).add_(gradient, alpha=1 - BETAS[0])
         v.mul_(BETAS[1]).addcmul_(gradient, gradient, value=1 - BETAS[1])
         step_size, root = corrected(self.count)
-        self.w.mul_(1 - LR * WEIGHT_DECAY)
-        self.w.addcdiv_(m, v.sqrt().div_(root).add_(EPS), value=-step_size)
+        self.params.mul_(1 - LR * WEIGHT_DECAY)
+        self.params.addcdiv_(m, v.sqrt().div_(root).add_(EPS), value=-step_size)
 
     def with_gloo(self, group: dist.ProcessGroup) -> Callable[[], object]:
         world_size = dist.get_world_size(group)
 
         def call() -> None:
-            dist.all_reduce(self.g, group=group)
-            self.update(self.g.div_(world_size))
+            dist.all_reduce(self.grads, group=group)
+            self.update(self.grads.div_(world_size))
 
         return call
 
@@ -172,8 +180,8 @@ class Step:
         world_size = dist.get_world_size(group)
 
         def call() -> None:
-            dist.all_reduce(self.g, group=group)
-            self.g.div_(world_size)
+            dist.all_reduce(self.grads, group=group)
+            self.grads.div_(world_size)
             self.optimizer.step()
 
         return call
@@ -218,14 +226,8 @@ def made(context: Context, case: str, numel: int) -> dict[str, Callable[[], obje
 
     def check(name: str, mine: Step, call: Callable[[], object]) -> None:
         mine.reset()
-        for step in range(CHECKED_STEPS):
-            mine.g.copy_(gradients.of(step, context.rank))
-            call()
-        error = ((mine.w - reference.w).norm() / reference.w.norm()).item()
-        harness.require(error <= TOLERANCE, f"{name}: relative difference {error:.2e}")
-        harness.require(harness.same_on_all_ranks(mine.w), f"{name}: ranks differ")
-        mine.g.copy_(gradients.of(0, context.rank))
-        arms[name] = call
+        mine.step = call  # type: ignore[method-assign]
+        arms[name] = mine.checked(name, gradients, reference.params, context)
 
     if "fused" in context.groups:
         owned = fusedpg.shard_range(numel, context.world_size, context.rank)[1]
@@ -236,8 +238,8 @@ def made(context: Context, case: str, numel: int) -> dict[str, Callable[[], obje
             after = int(fusedpg.stats().get("fused_program", {}).get("calls", 0))
             generated = CHECKED_STEPS if name == ONE else 0
             harness.require(after - before == generated, f"{name}: {after - before} generated")
-            bits = mine.w.clone() if bits is None else bits
-            same = case != SGD or torch.equal(mine.w, bits)
+            bits = mine.params.clone() if bits is None else bits
+            same = case != SGD or torch.equal(mine.params, bits)
             harness.require(same, f"{name}: other bits")
         check(BY_HAND[case], mine, mine.by_hand())
     if "gloo" in context.groups:

@@ -22,36 +22,26 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import _harness as harness
 from _harness import Bar, Context, Row
-from _models import make_cnn, make_mlp
+from _training import Arm, parameter_bytes
 
 NO_SYNC = "no_sync"
 NO_COMM = "no_comm"
 CHECKED_STEPS = 4  # DDP rebuilds its buckets within the first three
 
-# Model, and the shape of one rank's batch.
-MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "mlp": (make_mlp, (4, 2240)),
-    "cnn": (make_cnn, (32, 3, 32, 32)),
-}
+MODELS = ("mlp", "cnn")
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-4, fused=True),
     "sgd": lambda params: torch.optim.SGD(params, lr=1e-3),
 }
 
 
-def parameter_bytes(model: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in model.parameters())
-
-
 def bars() -> list[Bar]:
-    with torch.device("meta"):
-        mlp, cnn = (parameter_bytes(make()) for make in (make_mlp, make_cnn))
+    mlp, cnn = map(parameter_bytes, MODELS)
     return [
         Bar(2, "mlp", "fused", mlp, "gloo", at_least=1.5),
         Bar(2, "mlp", "fused", mlp, NO_SYNC, at_most=1.05),
@@ -76,21 +66,20 @@ def main() -> int:
 def worker(context: Context, args: argparse.Namespace) -> list[Row]:
     rows = []
     for name in harness.progress(context, args.models, str):
-        make_model, batch_shape = MODELS[name]
         arms = {
-            backend: TrainingArm(make_model, batch_shape, group, args.optimizer)
+            backend: TrainingArm(name, group, args.optimizer)
             for backend, group in context.groups.items()
         }
         check(name, arms, context)
         group = next(iter(context.groups.values()))
-        arms[NO_COMM] = TrainingArm(make_model, batch_shape, group, args.optimizer)
+        arms[NO_COMM] = TrainingArm(name, group, args.optimizer)
         arms[NO_COMM].model.register_comm_hook(None, keep_bucket)
-        arms[NO_SYNC] = TrainingArm(make_model, batch_shape, group, args.optimizer, sync=False)
+        arms[NO_SYNC] = TrainingArm(name, group, args.optimizer, sync=False)
         rows += harness.measure(
             context,
             {arm: training.step for arm, training in arms.items()},
             case=name,
-            size=parameter_bytes(next(iter(arms.values())).model),
+            size=parameter_bytes(name),
             rounds=args.rounds,
         )
     return rows
@@ -103,35 +92,23 @@ def keep_bucket(state, bucket):  # type: ignore[no-untyped-def]  # DDP checks an
     return future
 
 
-class TrainingArm:
-    """A model under DDP, its optimizer and a fixed batch of this rank."""
+class TrainingArm(Arm):
+    """A model under DDP, with or without its synchronisation."""
+
+    model: DistributedDataParallel
 
     def __init__(
-        self,
-        make_model: Callable[[], nn.Module],
-        batch_shape: tuple[int, ...],
-        group: dist.ProcessGroup,
-        optimizer: str,
-        *,
-        sync: bool = True,
+        self, model: str, group: dist.ProcessGroup, optimizer: str, *, sync: bool = True
     ) -> None:
-        torch.manual_seed(0)
-        self.model = DistributedDataParallel(
-            make_model(), process_group=group, gradient_as_bucket_view=True
-        )
-        self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
-        generator = torch.Generator().manual_seed(1 + dist.get_rank(group))
-        self.x = torch.randn(batch_shape, generator=generator)
-        self.y = torch.randint(10, batch_shape[:1], generator=generator)
-        self._sync = sync
+        self._kind, self._sync = OPTIMIZERS[optimizer], sync
+        super().__init__(model, group)
 
-    def step(self) -> Tensor:
-        self.optimizer.zero_grad()
+    def make_optimizer(self) -> None:
+        self.optimizer = self._kind(self.model.parameters())
+
+    def backward(self) -> Tensor:
         with contextlib.nullcontext() if self._sync else self.model.no_sync():
-            loss = F.cross_entropy(self.model(self.x), self.y)
-            loss.backward()
-        self.optimizer.step()
-        return loss.detach()
+            return super().backward()
 
 
 def check(name: str, arms: dict[str, TrainingArm], context: Context) -> None:

@@ -22,32 +22,21 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
 import _harness as harness
 import _hosts as hosts
-import _plots
 from _harness import COPY, Bar, Context, Row
-
-FUSED, SKIPS = "fused_adamw_", "fused_adamw_ block_skip"
-BLOCK = 256  # elements
-# A large eps: with a small one AdamW does not depend on the gradients' scale, and the check below
-# would not tell a sum from a mean.
-LR, BETAS, EPS, WEIGHT_DECAY = 1e-2, (0.9, 0.999), 0.1, 1e-2
-CHECKED_STEPS = 5
-TOLERANCE = 1e-6  # relative norm of the difference of the parameters
-
-Step = Callable[[Tensor], object]
-
-
-def split_arm(backend: str) -> str:
-    return f"{backend} all_reduce + AdamW"
-
+from _steps import (
+    FUSED,
+    GLOO,
+    SKIPS,
+    FusedStep,
+    Gradients,
+    SplitStep,
+    reference_parameters,
+    split_arm,
+)
 
 K, M = 1 << 10, 1 << 20
-GLOO = split_arm("gloo")
 BARS = [
     Bar(2, "adamw step", FUSED, M, GLOO, at_least=6),
     Bar(2, "adamw step", FUSED, 100 * M, GLOO, at_least=4.5),
@@ -78,8 +67,7 @@ def main() -> int:
             return 2
     else:
         rows = harness.run(worker, argparse.Namespace(**vars(args), cases=cases))
-    plot = _plots.save_step_densities if args.hosts else None
-    harness.finish(name, rows, args, bars=() if args.hosts else BARS, plot=plot)
+    harness.finish(name, rows, args, bars=() if args.hosts else BARS)
     return 0
 
 
@@ -114,119 +102,6 @@ def measured(context: Context, todo: Iterable[Case], rounds: int) -> Iterator[li
             arms |= {n: arm.checked(n, gradients, reference, context) for n, arm in made.items()}
         del reference
         yield harness.measure(context, arms, case=case.name, size=case.size, rounds=rounds)
-
-
-def initial(numel: int) -> Tensor:
-    return torch.randn(numel, generator=torch.Generator().manual_seed(0))
-
-
-@dataclass(frozen=True)
-class Gradients:
-    """Of each rank and step: zero but for a share of their blocks."""
-
-    numel: int
-    density: float
-
-    def of(self, step: int, rank: int) -> Tensor:
-        generator = torch.Generator().manual_seed(1 + 1000 * step + rank)
-        values = torch.randn(self.numel, generator=generator)
-        if self.density < 1:
-            present = torch.rand(-(-self.numel // BLOCK), generator=generator) < self.density
-            # Not a product: -0.0 is no zero that is skipped.
-            return torch.where(present.repeat_interleave(BLOCK)[: self.numel], values, 0)
-        return values
-
-
-def make_optimizer(params: Tensor, *, fused: bool) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(
-        [params], lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, fused=fused
-    )
-
-
-def reference_parameters(gradients: Gradients, world_size: int) -> Tensor:
-    """What one process gets from the average of all ranks' gradients."""
-    params = initial(gradients.numel)
-    optimizer = make_optimizer(params, fused=False)
-    for step in range(CHECKED_STEPS):
-        total = gradients.of(step, 0)
-        for rank in range(1, world_size):
-            total += gradients.of(step, rank)
-        params.grad = total.div_(world_size)
-        optimizer.step()
-    return params
-
-
-class StepArm:
-    """A flat buffer of parameters, one of gradients, and a step on them."""
-
-    params: Tensor
-    grads: Tensor
-
-    def step(self) -> None:
-        raise NotImplementedError
-
-    def checked(
-        self, name: str, gradients: Gradients, reference: Tensor, context: Context
-    ) -> Callable[[], object]:
-        """The step, once it has followed the reference and all ranks hold the same bits."""
-        for step in range(CHECKED_STEPS):
-            self.grads.copy_(gradients.of(step, context.rank))
-            self.step()
-        error = ((self.params - reference).norm() / reference.norm()).item()
-        harness.require(error <= TOLERANCE, f"{name}: relative difference {error:.2e}")
-        harness.require(harness.same_on_all_ranks(self.params), f"{name}: ranks differ")
-        self.grads.copy_(gradients.of(0, context.rank))
-        return self.step
-
-
-class FusedStep(StepArm):
-    def __init__(self, numel: int, group: dist.ProcessGroup, *, block_skip: bool = False) -> None:
-        import fusedpg
-
-        rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-        if world_size == 1:  # as the optimizers do: there is nobody to share it with
-            self.params, self.grads = initial(numel), torch.empty(numel)
-        else:
-            self.params = fusedpg.empty(numel, group=group).copy_(initial(numel))
-            self.grads = fusedpg.empty(numel, group=group)
-        _, owned = fusedpg.shard_range(numel, world_size, rank)
-        self._state = torch.zeros(owned), torch.zeros(owned), torch.zeros(())
-        self._fused_adamw_ = fusedpg.fused_adamw_
-        self._group = group
-        self._block_skip = block_skip
-
-    def step(self) -> None:
-        exp_avg, exp_avg_sq, steps = self._state
-        self._fused_adamw_(
-            [self.params],
-            [self.grads],
-            [exp_avg],
-            [exp_avg_sq],
-            [],
-            [steps],
-            lr=LR,
-            beta1=BETAS[0],
-            beta2=BETAS[1],
-            weight_decay=WEIGHT_DECAY,
-            eps=EPS,
-            block_skip=self._block_skip,
-            group=self._group,
-        )
-
-
-class SplitStep(StepArm):
-    def __init__(self, numel: int, group: dist.ProcessGroup) -> None:
-        self.params = initial(numel)
-        self.grads = torch.zeros(numel)
-        self.params.grad = self.grads
-        self._optimizer = make_optimizer(self.params, fused=True)
-        self._world_size = dist.get_world_size(group)
-        self._group = group
-
-    def step(self) -> None:
-        dist.all_reduce(self.grads, group=self._group)
-        self.grads.div_(self._world_size)
-        self._optimizer.step()
 
 
 if __name__ == "__main__":

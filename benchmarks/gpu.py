@@ -19,9 +19,7 @@ Without a GPU it ends with 2.
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -34,7 +32,6 @@ import _gpu_one_rank as one_rank
 import _gpu_steps as steps
 import _harness as harness
 from _gpu_table import library, load
-from _harness import Row
 
 PARTS = ("kernels", "one_rank", "step")
 
@@ -58,14 +55,6 @@ def facts() -> dict[str, Any]:
         "cudart_of_kernels": load().runtime_version,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),
     }
-
-
-def finish(name: str, rows: list[Row], args: argparse.Namespace, bars: list[harness.Bar]) -> None:
-    harness.finish(name, rows, args, bars=bars)
-    if not args.no_save:
-        path = args.json or harness.RESULTS / f"{name}_p{args.world_size}.json"
-        report = json.loads(path.read_text())
-        path.write_text(json.dumps(facts() | report, indent=1) + "\n")
 
 
 def problem() -> str | None:
@@ -107,13 +96,15 @@ def main() -> int:
     if "kernels" in chosen:
         alone = copy.copy(args)
         alone.sizes, alone.world_size, alone.backends = args.kernel_sizes, 1, ["torch"]
-        finish("gpu_kernels", kernels.run(alone), alone, kernels.bars())
+        harness.finish("gpu_kernels", kernels.run(alone), alone, bars=kernels.bars(), facts=facts())
     if "one_rank" in chosen:
         alone = copy.copy(args)
         alone.sizes, alone.world_size, alone.backends = args.one_rank_sizes, 1, ["torch"]
-        finish("gpu_one_rank", one_rank.run(alone), alone, one_rank.bars())
+        rows, bars = one_rank.run(alone), one_rank.bars()
+        harness.finish("gpu_one_rank", rows, alone, bars=bars, facts=facts())
     if "step" in chosen:
-        finish("gpu_step", harness.run(steps.worker, args), args, steps.bars())
+        rows = harness.run(steps.worker, args)
+        harness.finish("gpu_step", rows, args, bars=steps.bars(), facts=facts())
     return 0
 
 

@@ -23,29 +23,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import _harness as harness
+import _training as training
 import fusedpg.hvd as hvd
 from _harness import Bar, Context, Row
-from _models import make_cnn, make_mlp
 
-
-class Vectors(nn.Module):
-    """A chain of products with 1,000 vectors of 256 numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scales = nn.ParameterList(torch.ones(256) for _ in range(1000))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for scale in self.scales:
-            x = x * scale
-        return x
-
-
-MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "mlp": (make_mlp, (4, 2240)),
-    "cnn": (make_cnn, (32, 3, 32, 32)),
-    "vectors": (Vectors, (2, 256)),
-}
+MODELS = ("mlp", "cnn", "vectors")
 
 
 def main() -> int:
@@ -58,16 +40,11 @@ def main() -> int:
     return 0
 
 
-def size_of(name: str) -> int:
-    with torch.device("meta"):
-        return sum(p.numel() * p.element_size() for p in MODELS[name][0]().parameters())
-
-
 def bars() -> list[Bar]:
     found = []
     for name, most in {"mlp": 1.05, "cnn": 1.05, "vectors": 1.3}.items():
-        found.append(Bar(2, name, "hvd", size_of(name), "fused", at_most=most))
-    found.append(Bar(2, "mlp", "hvd", size_of("mlp"), "gloo", at_least=1.3))
+        found.append(Bar(2, name, "hvd", training.parameter_bytes(name), "fused", at_most=most))
+    found.append(Bar(2, "mlp", "hvd", training.parameter_bytes("mlp"), "gloo", at_least=1.3))
     return found
 
 
@@ -84,7 +61,7 @@ def worker(context: Context, args: argparse.Namespace) -> list[Row]:
             for of in losses.values():
                 same = torch.allclose(torch.tensor(of), first, rtol=1e-4)
                 harness.require(same, f"{name}: losses differ: {losses}")
-            more = {"case": name, "size": size_of(name), "rounds": args.rounds}
+            more = {"case": name, "size": training.parameter_bytes(name), "rounds": args.rounds}
             rows += harness.measure(context, arms, **more)
         finally:
             hvd.shutdown()
@@ -93,9 +70,9 @@ def worker(context: Context, args: argparse.Namespace) -> list[Row]:
 
 def arm(name: str, group: Any = None, **options: Any) -> Callable[[], torch.Tensor]:
     """A step of training: under DDP if there is a group, else with hvd's optimizer."""
-    make, shape = MODELS[name]
+    model = training.MODELS[name]
     torch.manual_seed(0)
-    net = make()
+    net: nn.Module = model.make()
     if group is not None:
         net = DistributedDataParallel(net, process_group=group, gradient_as_bucket_view=True)
     optimizer: Any = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9)
@@ -103,7 +80,7 @@ def arm(name: str, group: Any = None, **options: Any) -> Callable[[], torch.Tens
         hvd.broadcast_parameters(net.state_dict(), root_rank=0)
         optimizer = hvd.DistributedOptimizer(optimizer, net.named_parameters(), **options)
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
-    batch = torch.randn(shape, generator=generator)
+    batch = model.batch(generator)
 
     def step() -> torch.Tensor:
         optimizer.zero_grad()

@@ -41,7 +41,7 @@ def main() -> int:
         print(f"{row.case}: {row.arm} {row.median:.0f}")
     if not args.no_save:
         path = harness.RESULTS / f"many_hosts_descriptors_p{args.world_size}.json"
-        harness.save_json(path, counts, args.world_size, unit="descriptors")
+        harness.save_rows(path, counts, args.world_size, unit="descriptors")
     return 0
 
 
@@ -98,9 +98,10 @@ def one_group(context: Context, arm: str) -> dict[str, float]:
 
 
 def row(case: str, arm: str, values: list[float]) -> Row:
-    p25, median, p75 = statistics.quantiles(values, n=4, method="inclusive")
     size = SIZE if "all_reduce" in case else 0
-    return Row(case, size, arm, median, p25, p75, median, 1, len(values))
+    found = Row.of(case, size, arm, values)
+    found.fast = found.median
+    return found
 
 
 if __name__ == "__main__":

@@ -43,10 +43,10 @@ from __future__ import annotations
 import argparse
 import copy
 import ctypes
-import functools
 import gc
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,23 +56,24 @@ from torch import Tensor
 
 import _apart
 import _harness as harness
-import _optimizer_arms as arms
-import _plots
-import _step_arms as steps
+import _steps as steps
+import _training as arms
 import _words as words
 import fusedpg
 from _competitors import competitors
-from _harness import Bar, Context, Row
-from _optimizer_arms import ARMS, MODELS, NO_SYNC
+from _harness import COPY, Bar, Context, Row
+from _training import ARMS, MODELS, NO_SYNC, OF_OPTIMIZERS
 
 PARTS = ("training", "clip", "clipped", "step", "list", "memory")
 CLIPPED = "small, clip"
+ONE_TENSOR, LIST = "one flat tensor", "397 tensors"
+STEP_SIZE = 100 << 20
 STEP_CLIPPED = "small, step with clipping"
 CHECKED_STEPS = 4  # DDP rebuilds its buckets within the first three
 TOLERANCE = 2e-5  # relative norm of the difference of the parameters' change
 
 
-def bars(busy: int) -> list[Bar]:
+def bars(busy: int = 0) -> list[Bar]:
     mlp, cnn, small = (arms.parameter_bytes(name) for name in ("mlp", "cnn", "small"))
     if busy:
         return [Bar(2, "mlp", "g", mlp, "f", at_most=1.03)]
@@ -94,13 +95,29 @@ def bars(busy: int) -> list[Bar]:
             for arm, at_most in (("f", 0.9), ("f, max_grad_norm", 0.9), ("m", 1.0))
         ),
     ]
-    return result + steps.bars()
+    return result + step_bars()
+
+
+def step_bars() -> list[Bar]:
+    adamw = "adamw step"
+    bert = 4 * sum(torch.Size(shape).numel() for shape in steps.bert_shapes())
+    return [
+        Bar(2, adamw, steps.FUSED, STEP_SIZE, steps.GLOO, at_least=4.5),
+        Bar(4, adamw, steps.FUSED, STEP_SIZE, steps.GLOO, at_least=8),
+        Bar(2, adamw, steps.FUSED, STEP_SIZE, steps.DEEPSPEED, at_least=2.8),
+        Bar(2, adamw, steps.SHARED, STEP_SIZE, steps.GLOO, at_least=6),
+        Bar(2, adamw, steps.FUSED, STEP_SIZE, steps.THREE_OPS, at_least=1.15),
+        Bar(2, adamw, steps.TWO_OPS, STEP_SIZE, steps.THREE_OPS, at_least=1.0),
+        Bar(2, "lamb step", steps.LAMB_OP, STEP_SIZE, steps.LAMB_GLOO, at_least=5),
+        Bar(2, "list", LIST, bert, ONE_TENSOR, at_most=1.01),
+        Bar(1, adamw, steps.CLASS, STEP_SIZE, steps.LOCAL, at_least=1.0),
+    ]
 
 
 def main() -> int:
     parser = harness.parser(__doc__, backends="fused,gloo,deepspeed", sizes="100M", rounds=21)
     parser.add_argument("--parts", default=",".join(PARTS))
-    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--models", default=",".join(OF_OPTIMIZERS))
     parser.add_argument("--arms", default=",".join(ARMS))
     parser.add_argument(
         "--malloc",
@@ -111,7 +128,7 @@ def main() -> int:
     )
     parser.add_argument("--busy", type=int, default=0, help="processes that spin beside the ranks")
     args = parser.parse_args()
-    for option, known in (("parts", PARTS), ("models", MODELS), ("arms", ARMS)):
+    for option, known in (("parts", PARTS), ("models", OF_OPTIMIZERS), ("arms", ARMS)):
         chosen = getattr(args, option).split(",")
         setattr(args, option, chosen)
         unknown = set(chosen) - set(known)
@@ -121,10 +138,7 @@ def main() -> int:
     if args.malloc == "default":
         args.model = args.models[0]
         rows += _apart.run(args, reference_change, check)
-        harness.finish(
-            "optimizers_malloc", rows, args, limit=NO_SYNC, bars=_apart.bars(),
-            plot=_plots.save_optimizers,
-        )  # fmt: skip
+        harness.finish("optimizers_malloc", rows, args, limit=NO_SYNC, bars=_apart.bars())
         return 0
     with competitors(args.busy):
         if "training" in args.parts:
@@ -136,16 +150,13 @@ def main() -> int:
         if "clipped" in args.parts:
             rows += harness.run(step_clipped, args)
         if "step" in args.parts:
-            rows += harness.run(steps.worker, args)
+            rows += harness.run(one_step, args)
         if "list" in args.parts:
             rows += harness.run(many_tensors, args)
     if rows:
         name = "optimizers_small" if args.models == ["small"] else "optimizers"
         name = f"optimizers_busy{args.busy}" if args.busy else name
-        harness.finish(
-            name, rows, args, limit=NO_SYNC, bars=bars(args.busy),
-            plot=_plots.save_optimizers,
-        )  # fmt: skip
+        harness.finish(name, rows, args, limit=NO_SYNC, bars=bars(args.busy))
         explain(rows)
     if "memory" in args.parts:
         args.model = args.models[0]
@@ -156,8 +167,53 @@ def main() -> int:
     return 0
 
 
+# ---------------------------------------------------------------------------------------------
+# One step
+
+
+def one_step(context: Context, args: argparse.Namespace) -> list[Row]:
+    rows = []
+    for size in harness.progress(context, args.sizes, harness.format_size):
+        numel = size // 4
+        for case in steps.ARMS:
+            made = steps.arms_of(case, numel, context)
+            timed: dict[str, Callable[[], object]] = {COPY: harness.copy_arm(size)}
+            if case == "adamw step":
+                gradients = steps.Gradients(numel, density=1.0)
+                reference = steps.reference_parameters(gradients, context.world_size)
+                for name, make in made.items():
+                    timed[name] = make().checked(name, gradients, reference, context)
+                del reference
+            else:
+                lamb = {name: make() for name, make in made.items()}
+                steps.check_lamb(lamb, context)
+                timed |= {name: arm.step for name, arm in lamb.items()}
+            rows += harness.measure(context, timed, case=case, size=size, rounds=args.rounds)
+            timed.clear()
+    return rows
+
+
 def many_tensors(context: Context, args: argparse.Namespace) -> list[Row]:
-    return steps.measure_list(context, args.rounds)
+    """What describing 397 tensors costs, against one tensor of all their elements."""
+    import fusedpg
+
+    group = context.groups["fused"]
+    shapes = steps.bert_shapes()
+    numels = [torch.Size(shape).numel() for shape in shapes]
+    # The same memory for both: only its description differs.
+    params, grads = (fusedpg.empty(sum(numels), group=group).zero_() for _ in range(2))
+    timed: dict[str, Callable[[], object]] = {}
+    for name, parts in ((ONE_TENSOR, [sum(numels)]), (LIST, numels)):
+        owned = [fusedpg.shard_range(n, context.world_size, context.rank)[1] for n in parts]
+        lists = [list(whole.split(parts)) for whole in (params, grads)]
+        for _ in range(2):
+            lists.append(list(torch.zeros(sum(owned)).split(owned)))
+        counts = [torch.zeros(()) for _ in parts]
+        timed[name] = partial(fusedpg.fused_adamw_, *lists, [], counts, **steps.HYPER, group=group)
+    harness.require(len(numels) == 397, f"{len(numels)} tensors")
+    return harness.measure(
+        context, timed, case="list", size=4 * sum(numels), rounds=max(args.rounds // 2, 5)
+    )
 
 
 # ---------------------------------------------------------------------------------------------
@@ -200,10 +256,10 @@ def clip(context: Context, args: argparse.Namespace) -> list[Row]:
         made: Any = ARMS[arm].make("small", context.groups[ARMS[arm].backend])
         module, optimizer = made.module, made.optimizer
         if title.endswith("ours"):
-            timed[title] = functools.partial(optimizer.clip_grad_norm_, max_norm)
+            timed[title] = partial(optimizer.clip_grad_norm_, max_norm)
         else:
             params = list(module.parameters())
-            timed[title] = functools.partial(torch.nn.utils.clip_grad_norm_, params, max_norm)
+            timed[title] = partial(torch.nn.utils.clip_grad_norm_, params, max_norm)
         made.backward()
         norms[title] = float(timed[title]())  # type: ignore[arg-type]
         apart = abs(norms[title] - norms["a"])
@@ -338,7 +394,7 @@ def memory_worker(context: Context, args: argparse.Namespace) -> list[Row]:
     dist.all_reduce(used, group=group)
     mean = float(used) / context.world_size
     size = arms.parameter_bytes(args.model)
-    return [Row("memory", size, args.arm, mean, mean, mean, mean, 1, 1)]
+    return [Row.of("memory", size, args.arm, [mean])]
 
 
 def print_memory(memory: dict[str, float], args: argparse.Namespace) -> None:
@@ -358,7 +414,7 @@ def save_memory(memory: dict[str, float], args: argparse.Namespace) -> None:
     size = arms.parameter_bytes(args.model)
     rows = [Row("memory", size, arm, b, b, b, b, 1, 1) for arm, b in memory.items()]
     path = harness.RESULTS / f"optimizers_memory_p{args.world_size}.json"
-    harness.save_json(path, rows, args.world_size, unit="bytes of PSS a rank")
+    harness.save_rows(path, rows, args.world_size, unit="bytes of PSS a rank")
     print(f"saved {path.name}")
 
 

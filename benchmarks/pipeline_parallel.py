@@ -26,9 +26,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,10 +36,9 @@ from torch import Tensor
 
 import _harness as harness
 import _hosts as hosts
-import _plots as plots
 import fusedpg
 from _harness import Bar, Context, Row
-from between_hosts import LINK, RATES, HostsRow, link_row
+from between_hosts import LINK, RATES, link_row
 from fusedpg import fusion
 from fusedpg.fusion import AsShard, FuseCollective, FuseSend, Partial
 from fusedpg.fusion.philox import kept as kept_elements
@@ -71,13 +68,6 @@ BARS = [
 ]
 
 
-@dataclass
-class CrossingRow(HostsRow):
-    """Also what arrived at the other host."""
-
-    received: float = 0.0
-
-
 @fusedpg.fuse
 def stage0(x: Partial, bias, residual, seed: int):
     return fusion.send(residual + fusion.dropout(fusion.all_reduce(x) + bias, P, seed))
@@ -100,12 +90,12 @@ def main() -> int:
     if args.worker:
         hosts.worker(args, lambda context: measured(context, args))
         return 0
-    rows = hosts.run_layout(2, RANKS, args.rate, len(cases(args)), CrossingRow)
+    rows = hosts.run_layout(2, RANKS, args.rate, len(cases(args)))
     if rows is None:
         return 2
     args.world_size = 2 * RANKS
     print_bytes(rows)
-    harness.finish("pipeline_parallel", list(rows), args, limit=LINK, bars=BARS, plot=save_plot)
+    harness.finish("pipeline_parallel", rows, args, limit=LINK, bars=BARS)
     return 0
 
 
@@ -225,7 +215,7 @@ def batches(ours: Stage) -> dict[str, Callable[[], object]]:
     return {WAITED: waited, FLYING: flying}
 
 
-def measured(context: Context, args: argparse.Namespace) -> Iterator[list[CrossingRow]]:
+def measured(context: Context, args: argparse.Namespace) -> Iterator[list[Row]]:
     """Rows, case by case."""
     ours, gloo = Stage(context, "fused"), Stage(context, "gloo")
     bits = RATES[args.rate]
@@ -244,13 +234,12 @@ def measured(context: Context, args: argparse.Namespace) -> Iterator[list[Crossi
                 check_bytes(size, crossing)
             rounds = args.rounds or (11 if size <= M else 5 if size <= 16 * M else 3)
             rows = harness.measure(context, arms, case=case, size=size, rounds=rounds)
-            found = [
-                CrossingRow(**asdict(row), sent=crossing[row.arm][0], received=crossing[row.arm][1])
-                for row in rows
-            ]
+            for row in rows:
+                row.more["sent"], row.more["received"] = crossing[row.arm]
             del arms
             limit = link_row(case, size, size, 8 / bits)
-            yield [*found, CrossingRow(**asdict(limit), received=size)]
+            limit.more["received"] = size
+            yield [*rows, limit]
 
 
 def check_bytes(size: int, crossing: dict[str, tuple[float, float]]) -> None:
@@ -272,7 +261,7 @@ def check_bytes(size: int, crossing: dict[str, tuple[float, float]]) -> None:
 # Output
 
 
-def print_bytes(rows: Sequence[CrossingRow]) -> None:
+def print_bytes(rows: Sequence[Row]) -> None:
     """What crossed the link, beside the unsliced send."""
     from rich.table import Table
 
@@ -284,19 +273,14 @@ def print_bytes(rows: Sequence[CrossingRow]) -> None:
     for row in rows:
         whole = harness.find(rows, row.case, row.size, WRITTEN)
         if row.arm != LINK:
-            share = f"{row.sent / whole.sent:.3f}" if isinstance(whole, HostsRow) else ""
+            sent, received = row.more["sent"], row.more["received"]
+            share = f"{sent / whole.more['sent']:.3f}" if whole else ""
             table.add_row(
                 harness.words.case(row.case), harness.format_size(row.size),
-                harness.arm_title(row.arm), f"{row.sent * 1e-6:.4g}", f"{row.received * 1e-6:.4g}",
+                harness.arm_title(row.arm), f"{sent * 1e-6:.4g}", f"{received * 1e-6:.4g}",
                 share,
             )  # fmt: skip
     harness._console().print(table)
-
-
-def save_plot(path: Path, rows: Sequence[Row], world_size: int) -> None:
-    title = f"2 stages of {RANKS} ranks on two hosts, fp32, link of 1 Gbit/s"
-    segment = [row for row in rows if row.case == SEGMENT and row.arm != LINK]
-    plots.save_speedups(path, segment, PLAIN, title)
 
 
 if __name__ == "__main__":

@@ -572,34 +572,9 @@ def reported(
     for text, good in met:
         print(f"{'met' if good else 'MISSED'}: {text}")
     if not args.no_save:
-        RESULTS.mkdir(exist_ok=True)
-        stem = RESULTS / f"{args.hosts}_hosts"
-        saved = {**harness.about(), "figures": figures, "search": searched, "rows": list(rows)}
-        stem.with_suffix(".json").write_text(json.dumps(saved, indent=1) + "\n")
-        drawn(stem.with_suffix(".png"), rows, where)
+        head = {**harness.about(), "figures": figures, "search": searched}
+        harness.write(RESULTS / f"{args.hosts}_hosts.json", head, rows)
     return 1 if args.check_bars and not all(good for _, good in met) else 0
-
-
-def drawn(path: Path, rows: Sequence[dict[str, Any]], where: str) -> None:
-    import _plots as plots
-
-    figure, (times, memory) = plots.plt().subplots(1, 2, figsize=(11, 4.5), layout="constrained")
-    planned = [row for row in rows if "mb" in row]
-    for axes, key, unit in ((times, "ms", "ms an iteration"), (memory, "mb", "MB a device")):
-        shown = rows if key == "ms" else planned
-        places = range(len(shown))
-        axes.barh(places, [row[key] for row in shown], color="#1967d2", label="measured")
-        marked = [(i, row[f"predicted_{key}"]) for i, row in enumerate(shown) if row in planned]
-        axes.plot(*zip(*((value, i) for i, value in marked)), "|", color="#202124",
-                  markersize=12, label="predicted")  # fmt: skip
-        axes.set_yticks(list(places), [row["name"] for row in shown])
-        axes.invert_yaxis()
-        axes.set_xlabel(unit)
-    # Below both, as bars fill their fields.
-    figure.legend(*times.get_legend_handles_labels(), loc="outside lower center", ncols=2)
-    figure.suptitle(f"{NAME} {SIZE} on {RANKS} ranks, {where}")
-    figure.savefig(path, dpi=130)
-    plots.plt().close(figure)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """Draws the plots again and writes the tables of the documents, from saved results alone.
 
-    python benchmarks/report.py                                   # all of it (make figures)
-    python benchmarks/report.py benchmarks/results/ddp_p2.json    # this plot only
+    python benchmarks/report.py               # all of it (make figures)
+    python benchmarks/report.py --shown       # those pictures that documents show
+    python benchmarks/report.py benchmarks/results/ddp_p2.json    # that of these results only
 
-Nothing is measured. A table stands in a document of DOCUMENTS between `<!-- table:NAME -->` and
-`<!-- /table -->`; NAME is one of the functions in TABLES below.
+Nothing is measured, and pictures need no built fusedpg. A table stands in a document of DOCUMENTS
+between `<!-- table:NAME -->` and `<!-- /table -->`; NAME is one of the functions in TABLES below.
 """
 
 from __future__ import annotations
@@ -15,29 +16,20 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import _harness as harness
 import _plots as plots
+import _steps as steps
 import _words as words
+import aggregators_figures
 import between_hosts
-import compress
-import compress_accuracy
-import compress_kernels
-import data_parallel
-import fused_step as fused_steps
+import collectives as ops
 import many_hosts as many
-import model_parallel
-import pipeline_parallel
-import scaling
 import serve_gloo
-import serve_gloo_steps
-import sparse
-from _apart import ApartRow
-from _harness import COPY, RESULTS, Row, find, format_size, ratio_to_peer
-from _sparse_arms import SparseRow
-from collectives import ARENA
+from _harness import COPY, FIGURES, RESULTS, Row, find, format_size, load, ratio_to_peer
 
 ROOT = RESULTS.parent.parent
 DOCUMENTS = (
@@ -50,25 +42,6 @@ DOCUMENTS = (
 K, M = 1 << 10, 1 << 20
 SIZES = (4 * K, 64 * K, M, 16 * M, 100 * M)
 Lines = Iterable[Sequence[str]]
-# What a benchmark adds to Row, by a field of it.
-ROWS: dict[str, Any] = {
-    "density": SparseRow,
-    "faults": ApartRow,
-    "compression": compress.CompressRow,
-    "accuracy": compress_accuracy.AccuracyRow,
-    "received": pipeline_parallel.CrossingRow,
-    "sent": between_hosts.HostsRow,
-    "predicted": scaling.ScalingRow,
-}
-
-
-def load(path: Path) -> dict[str, Any]:
-    """A saved report, with its rows as such."""
-    report: dict[str, Any] = json.loads(path.read_text())
-    report["rows"] = [
-        next((kind for field, kind in ROWS.items() if field in r), Row)(**r) for r in report["rows"]
-    ]
-    return report
 
 
 def rows_of(name: str) -> list[Row]:
@@ -170,13 +143,13 @@ def training() -> str:
 
 
 def malloc() -> str:
-    rows: Sequence[Any] = rows_of("optimizers_malloc_p2")
-    rows = [row for row in rows if not row.arm.startswith(plots.REPEATED)]
+    rows = [r for r in rows_of("optimizers_malloc_p2") if not r.arm.startswith(plots.REPEATED)]
     gloo = get(rows, rows[0].case, rows[0].size, "a")
 
-    def line(row: ApartRow) -> list[str]:
+    def line(row: Row) -> list[str]:
         time = ms(row) if row is gloo else f"{ms(row)} ({ratio_to_peer(row, gloo):.2f}x)"
-        return [words.arm(row.arm), time, f"{row.faults:.0f}", f"{1e3 * row.cpu:.0f}"]
+        faults, cpu = row.more["faults"], 1e3 * row.more["cpu"]
+        return [words.arm(row.arm), time, f"{faults:.0f}", f"{cpu:.0f}"]
 
     head = [words.case(rows[0].case), "ms", "page faults", "ms of CPU"]
     return markdown(head, map(line, rows))
@@ -233,18 +206,18 @@ def hosts(name: str) -> str:
     def line(case: str, size: int) -> list[str]:
         peer = next(
             r for r in rows
-            if (r.case, r.size) == (case, size) and r.arm in ("gloo", fused_steps.GLOO)
+            if (r.case, r.size) == (case, size) and r.arm in ("gloo", steps.GLOO)
         )  # fmt: skip
-        ours = get(rows, case, size, "fused" if peer.arm == "gloo" else fused_steps.FUSED)
+        ours = get(rows, case, size, "fused" if peer.arm == "gloo" else steps.FUSED)
         link = find(rows, case, size, between_hosts.LINK)
-        arena = find(rows, case, size, ARENA)
+        arena = find(rows, case, size, ops.ARENA)
         return [
             words.case(case), format_size(size), ms(peer), with_ratio(ours, peer),
             *(["" if arena is None else with_ratio(arena, peer)] if arenas else []),
             "" if link is None else f"{ours.median / link.median:.2f}x",
         ]  # fmt: skip
 
-    arenas = any(row.arm == ARENA for row in rows)
+    arenas = any(row.arm == ops.ARENA for row in rows)
     cases = dict.fromkeys((row.case, row.size) for row in rows)
     head = ["ms", "size", "Gloo, with torch's optimizer", "fused"]
     head += [*(["in the arena"] if arenas else []), "of the link's time"]
@@ -257,11 +230,11 @@ def compressed() -> str:
     rows = rows_of("compress_p2")
     for row in rows:
         gloo = get(rows, row.case, row.size, "gloo")
-        assert isinstance(row, compress.CompressRow)
+        sent = row.more["sent"]
         lines.append(
             [words.case(row.case), words.arm(row.arm), f"{1 / row.median:.2f}",
              f"{ratio_to_peer(row, gloo):.2f}x",
-             f"{row.sent * 1e-6:.1f}" if row.sent else "", row.choice]
+             f"{sent * 1e-6:.1f}" if sent else "", row.more["choice"]]
         )  # fmt: skip
     return markdown(["", "", "steps/s", "Gloo's", "MB a host sends", "chosen"], lines)
 
@@ -271,7 +244,7 @@ def compression_kernels() -> str:
     rows = rows_of("compress_kernels_p1")
     lines = []
     for row in rows:
-        if row.arm == compress_kernels.KERNEL:
+        if row.arm == "kernel":
             plain = get(rows, row.case, row.size, COPY)
             lines.append([f"`{row.case}`", ms(row), ms(plain), f"{plain.median / row.median:.2f}"])
     return markdown(["100 MB", "ms", "read and write", "of its rate"], lines)
@@ -281,11 +254,12 @@ def compression_accuracy() -> str:
     """What training by each compressor comes to."""
     fast, slow, lm = (
         {row.arm: row for row in rows_of(f"compress_accuracy_{task}_p2")}
-        for task in compress_accuracy.TASKS
+        for task in ("cnn", "cnn_slow", "lm")
     )
 
     def figures(row: Any, scale: float, digits: int) -> str:
-        return "" if row is None else ", ".join(f"{scale * x:.{digits}f}" for x in row.accuracy)
+        found = [] if row is None else row.more["accuracy"]
+        return ", ".join(f"{scale * x:.{digits}f}" for x in found)
 
     head = ["by seed", "CNN, % right", "CNN, smaller steps", "language model, bits a character"]
     return markdown(
@@ -298,34 +272,35 @@ def compression_accuracy() -> str:
     )  # fmt: skip
 
 
+# Whose bars are those of which results.
+BARS = (
+    ("collectives", "collectives_p2 collectives_p4"),
+    ("fused_step", "fused_step_p2 fused_step_p4"),
+    ("ddp", "ddp_p2"),
+    ("optimizers", "optimizers_p2 optimizers_small_p2"),
+    ("_apart", "optimizers_malloc_p2"),
+    ("optimizers", "optimizers_step_p1 optimizers_step_p4"),
+    ("async_op", "async_op_p2"),
+    ("tensor_parallel", "tensor_parallel_p2"),
+    ("sparse", "sparse_p2 sparse_hosts_1gbit_p2"),
+    ("new_group", "new_group_p2 new_group_p4 new_group_p8"),
+    ("many_hosts", "many_hosts_p64 many_hosts_p128"),
+    ("between_hosts", "between_hosts_2x1_p2 between_hosts_2x2_p4"),
+    ("data_parallel", "data_parallel_p2"),
+    ("model_parallel", "model_parallel_p2"),
+    ("pipeline_parallel", "pipeline_parallel_p4"),
+    ("compress", "compress_p2"),
+    ("compress_kernels", "compress_kernels_p1"),
+)
+
+
 def missed() -> str:
     """Targets that the saved results do not meet."""
-    steps = importlib.import_module("_step_arms").bars()
-    bars = {
-        "collectives_p2": importlib.import_module("collectives").BARS,
-        "collectives_p4": importlib.import_module("collectives").BARS,
-        "fused_step_p2": importlib.import_module("fused_step").BARS,
-        "fused_step_p4": importlib.import_module("fused_step").BARS,
-        "ddp_p2": importlib.import_module("ddp").bars(),
-        "optimizers_p2": importlib.import_module("optimizers").bars(0),
-        "optimizers_small_p2": importlib.import_module("optimizers").bars(0),
-        "optimizers_malloc_p2": importlib.import_module("_apart").bars(),
-        "optimizers_step_p1": steps,
-        "optimizers_step_p4": steps,
-        "async_op_p2": importlib.import_module("async_op").BARS,
-        "tensor_parallel_p2": importlib.import_module("tensor_parallel").BARS,
-        "sparse_p2": sparse.BARS,
-        "sparse_hosts_1gbit_p2": sparse.BARS,
-        **{f"new_group_p{p}": importlib.import_module("new_group").BARS for p in (2, 4, 8)},
-        **{f"many_hosts_p{p}": many.BARS for p in (64, 128)},
-        "between_hosts_2x1_p2": between_hosts.bars(),
-        "between_hosts_2x2_p4": between_hosts.bars(),
-        "data_parallel_p2": data_parallel.BARS,
-        "model_parallel_p2": model_parallel.BARS,
-        "pipeline_parallel_p4": pipeline_parallel.BARS,
-        "compress_p2": compress.bars(),
-        "compress_kernels_p1": compress_kernels.bars(100 * M),
-    }
+    bars: dict[str, Sequence[harness.Bar]] = {}
+    for benchmark, names in BARS:
+        module = importlib.import_module(benchmark)
+        found = module.bars if hasattr(module, "bars") else module.BARS
+        bars |= dict.fromkeys(names.split(), found() if callable(found) else found)
     lines = []
     met = 0
     for name, promised in bars.items():
@@ -424,6 +399,16 @@ def readme() -> str:
     )
 
 
+def served_steps() -> str:
+    rows = rows_of("serve_gloo_steps_p2")
+    lines = []
+    for program in dict.fromkeys(row.case for row in rows):
+        gloo, served = (1e3 * get(rows, program, 0, arm).median for arm in ("gloo", "served"))
+        lines.append([program, f"{gloo:.1f} ms", f"{served:.1f} ms", f"{gloo / served:.2f}"])
+    head = "| a step of | Gloo | served | times |\n|---|---|---|---|\n"
+    return head + "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "readme": readme,
     "all_reduce": all_reduce,
@@ -447,12 +432,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "many_hosts": many_hosts,
     "planned_1": lambda: planned(1),
     "planned_2": lambda: planned(2),
-    "served": lambda: serve_gloo.summary(serve_gloo.load(RESULTS / "served" / "two_ranks.json")),
-    "served_steps": lambda: serve_gloo_steps.table(
-        serve_gloo_steps.load(RESULTS / "served" / "steps.json")
-    ),
+    "served": lambda: serve_gloo.summary(serve_gloo.load(RESULTS / "served/programs.json")),
+    "served_steps": served_steps,
     "tensor_parallel": lambda: by_case(rows_of("tensor_parallel_p2"), "gloo"),
 }
+SHOWN = re.compile(rf"/{FIGURES.relative_to(ROOT).as_posix()}/([\w/]+\.png)\)")
 TABLE = re.compile(r"(<!-- table:(\w+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 
 
@@ -462,30 +446,39 @@ def rewritten(text: str) -> str:
 
 
 # ---------------------------------------------------------------------------------------------
-# Plots
+# Pictures
 
 
-def draw(path: Path) -> None:
+def pictures_of(path: Path) -> dict[str, plots.Draw]:
+    """Those of saved results, by the stem of their files."""
     report = load(path)
     if report["unit"] != "seconds":
-        return
-    name, rows, world_size = path.stem, report["rows"], report["world_size"]
-    save = plots.save_plot
-    if name.startswith("sparse"):
-        save = sparse.save_plot
-    elif name.startswith("between_hosts"):
-        save = between_hosts.save_plot
-    elif name.startswith("compress_p"):
-        save = compress.save_plot
-    elif name.startswith("scaling"):
-        save = scaling.save_plot
-    elif name.startswith("pipeline_parallel"):
-        save = pipeline_parallel.save_plot
-    elif name.startswith("optimizers"):
-        save = plots.save_optimizers
-    elif name.startswith("fused_step_hosts"):
-        save = plots.save_step_densities
-    save(path.with_suffix(".png"), rows, world_size)
+        return {}
+    return plots.pictures(path.stem, path.stem, report["rows"], report["world_size"])
+
+
+def pictures() -> dict[str, plots.Draw]:
+    """All, by their files' names in build/figures."""
+    found: dict[str, plots.Draw] = {}
+    for path in sorted(RESULTS.glob("*.json")):
+        found |= pictures_of(path)
+    for path in sorted((RESULTS / "loss").glob("*.json")):
+        rows = json.loads(path.read_text())["rows"]
+        found[f"{path.stem}_loss"] = partial(plots.draw_curves, rows)
+    for path in sorted((RESULTS / "aggregators").glob("*.json")):
+        found[f"aggregators/{path.stem}"] = aggregators_figures.picture(path)
+    for path in sorted((RESULTS / "plans").glob("*.json")):
+        title = f"A GPT of 25 M parameters on 4 ranks, {path.stem.replace('_', ' ')}"
+        found[f"plans/{path.stem}"] = partial(
+            plots.draw_plans, json.loads(path.read_text())["rows"], title
+        )
+    return {f"{name}.png": draw for name, draw in found.items()}
+
+
+def shown() -> list[str]:
+    """The pictures that documents show, by their files' names."""
+    texts = (path.read_text() for path in sorted((ROOT / "docs").rglob("*.md")))
+    return list(dict.fromkeys(name for text in texts for name in SHOWN.findall(text)))
 
 
 def main() -> int:
@@ -493,10 +486,17 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("results", nargs="*", type=Path, help="JSON files; default: all")
+    parser.add_argument("--shown", action="store_true", help="pictures of documents; no tables")
     args = parser.parse_args()
-    for path in args.results or sorted(RESULTS.glob("*.json")):
-        draw(path.resolve())
-    if not args.results:
+    if args.results:
+        found = {f"{n}.png": d for path in args.results for n, d in pictures_of(path).items()}
+    else:
+        found = pictures()
+    if args.shown:
+        found = {name: found[name] for name in shown()}
+    for name, draw in found.items():
+        plots.save(FIGURES / name, draw)
+    if not args.results and not args.shown:
         for name in DOCUMENTS:
             path = ROOT / name
             path.write_text(rewritten(path.read_text()))

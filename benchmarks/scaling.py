@@ -30,11 +30,11 @@ slow hosts, or of what a thousand peers cost beyond b.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,9 +42,9 @@ import torch.distributed as dist
 import _harness as harness
 import _hosts as hosts
 import _plots as plots
+import _steps as steps
 import _words as words
 import collectives
-import fused_step
 from _harness import Context, Row
 
 K, M = 1 << 10, 1 << 20
@@ -56,20 +56,6 @@ PROJECTED = 100 * M
 TERMS = ("a", "b", "s", "r", "c", "m", "w")
 SMALL, MORE = 64 * K, 12  # bytes; times the rounds
 AT_ONCE = 128 * K  # select_net_one_shot() in csrc/collectives/selector.cpp
-
-
-@dataclass
-class ScalingRow(Row):
-    """A measured time beside the model's."""
-
-    hosts: int = 1
-    ranks: int = 1  # on each host
-    rate: float = 0.0  # bits a second
-    burst: float = 0.0  # bytes that a link lets through at once
-    cores: int = 1
-    fitted: bool = False  # the model has seen it
-    predicted: float = 0.0
-    model: tuple[float, ...] = ()  # TERMS
 
 
 def main() -> int:
@@ -84,7 +70,7 @@ def main() -> int:
     if args.worker:
         hosts.worker(args, lambda context: measured(context, args))
         return 0
-    rows: list[ScalingRow] = []
+    rows: list[Row] = []
     for layout in args.layouts.split(","):
         count, ranks = map(int, layout.split("x"))
         todo = len(OPS) * len(args.fit + args.check)
@@ -94,17 +80,17 @@ def main() -> int:
         os.environ["FUSEDPG_SPIN_US"] = "0" if crowded else "-1"
         # One host: a pair of namespaces of which one stays empty would be no different.
         found = (
-            hosts.run_alone(ranks, ScalingRow, ["--layout", layout])
+            hosts.run_alone(ranks, ["--layout", layout])
             if count == 1
-            else hosts.run_layout(count, ranks, args.rate, todo, ScalingRow, ["--layout", layout])
+            else hosts.run_layout(count, ranks, args.rate, todo, ["--layout", layout])
         )
         if found is None:
             return 2
         rows += found
     predict(rows)
     print_model(rows)
-    args.world_size = max(row.hosts * row.ranks for row in rows)
-    harness.finish("scaling", list(rows), args, limit="", plot=save_plot)
+    args.world_size = max(math.prod(layout_of(row)) for row in rows)
+    harness.finish("scaling", rows, args, limit="")
     return 0
 
 
@@ -112,7 +98,7 @@ def sizes(text: str) -> list[int]:
     return [harness.parse_size(part) for part in text.split(",")]
 
 
-def measured(context: Context, args: argparse.Namespace) -> Iterator[list[ScalingRow]]:
+def measured(context: Context, args: argparse.Namespace) -> Iterator[list[Row]]:
     count, ranks = map(int, args.layout.split("x"))
     group = context.groups["fused"]
     link = {"rate": 0.0, "burst": 0.0} if count == 1 else hosts.link(args.rate)
@@ -123,16 +109,18 @@ def measured(context: Context, args: argparse.Namespace) -> Iterator[list[Scalin
         rounds = args.rounds * (MORE if together is small else 1)
         rows = harness.measure(context, arms, case="", size=0, rounds=rounds)
         for row in rows:
-            op, size = row.arm.split()
-            found = asdict(row) | {
-                "arm": op, "size": int(size), "case": f"{op}, {count} x {ranks}"
-            }  # fmt: skip
-            yield [
-                ScalingRow(
-                    **found, **link, hosts=count, ranks=ranks,
-                    cores=len(os.sched_getaffinity(0)), fitted=int(size) in args.fit,
-                )
-            ]  # fmt: skip
+            row.arm, size = row.arm.split()
+            row.size, row.case = int(size), f"{row.arm}, {count} x {ranks}"
+            row.more = {
+                "hosts": count,
+                "ranks": ranks,  # on each host
+                **link,
+                "cores": len(os.sched_getaffinity(0)),
+                "fitted": row.size in args.fit,  # the model has seen it
+                "predicted": 0.0,  # and `model`, TERMS: predict() has both
+                "model": (),
+            }
+            yield [row]
 
 
 def make_arm(
@@ -143,9 +131,9 @@ def make_arm(
         return collectives.make_arm(
             collectives.OPS[op], numel, group, False, context, harness.format_size(size)
         )
-    gradients = fused_step.Gradients(size // 4, 1.0)
-    reference = fused_step.reference_parameters(gradients, context.world_size)
-    arm = fused_step.FusedStep(gradients.numel, group)
+    gradients = steps.Gradients(size // 4, 1.0)
+    reference = steps.reference_parameters(gradients, context.world_size)
+    arm = steps.FusedStep(gradients.numel, group)
     return arm.checked(op, gradients, reference, context)
 
 
@@ -168,13 +156,19 @@ def features(
     )  # fmt: skip
 
 
-def features_of(row: ScalingRow) -> tuple[float, ...]:
+def features_of(row: Row) -> tuple[float, ...]:
     # All hosts are on this machine.
-    share = row.hosts * row.ranks / row.cores
-    return features(row.arm, row.size, row.hosts, row.ranks, row.burst, share)
+    hosts, ranks = layout_of(row)
+    share = hosts * ranks / row.more["cores"]
+    return features(row.arm, row.size, hosts, ranks, row.more["burst"], share)
 
 
-def fit(rows: Sequence[ScalingRow]) -> tuple[float, ...]:
+def layout_of(row: Row) -> tuple[int, int]:
+    """Hosts, and ranks on each."""
+    return row.more["hosts"], row.more["ranks"]
+
+
+def fit(rows: Sequence[Row]) -> tuple[float, ...]:
     """Least squares of the relative error, none below zero: the best of all sets of terms."""
     inputs = torch.tensor([features_of(row) for row in rows], dtype=torch.float64)
     inputs /= torch.tensor([row.median for row in rows], dtype=torch.float64)[:, None]
@@ -196,25 +190,26 @@ def fit(rows: Sequence[ScalingRow]) -> tuple[float, ...]:
     return best
 
 
-def predict(rows: Sequence[ScalingRow]) -> None:
+def inside(rows: Sequence[Row], op: str, alone: bool) -> list[Row]:
+    """Those of an operation on one host, or between hosts."""
+    return [row for row in rows if row.arm == op and (row.more["hosts"] == 1) == alone]
+
+
+def predict(rows: Sequence[Row]) -> None:
     """One fit for each operation between hosts, and one inside a host."""
-    for op in OPS:
-        for alone in (True, False):
-            same = [row for row in rows if row.arm == op and (row.hosts == 1) == alone]
-            seen = [row for row in same if row.fitted]
-            if not seen:
-                continue
-            model = fit(seen)
-            for row in same:
-                row.model = model
-                row.predicted = sum(t * f for t, f in zip(model, features_of(row), strict=True))
+    for same in (inside(rows, op, alone) for op in OPS for alone in (True, False)):
+        seen = [row for row in same if row.more["fitted"]]
+        model = fit(seen) if seen else ()
+        for row in same if seen else ():
+            predicted = sum(t * f for t, f in zip(model, features_of(row), strict=True))
+            row.more |= {"model": model, "predicted": predicted}
 
 
-def error(row: ScalingRow) -> float:
-    return row.predicted / row.median - 1
+def error(row: Row) -> float:
+    return float(row.more["predicted"] / row.median - 1)
 
 
-def print_model(rows: Sequence[ScalingRow]) -> None:
+def print_model(rows: Sequence[Row]) -> None:
     from rich.table import Table
 
     table = Table(title="Measured and predicted")
@@ -225,23 +220,24 @@ def print_model(rows: Sequence[ScalingRow]) -> None:
     for row in rows:
         table.add_row(
             row.case, harness.format_size(row.size), f"{1e3 * row.median:.4g}",
-            f"{1e3 * row.predicted:.4g}", f"{error(row):+.0%}", "fitted" if row.fitted else "",
+            f"{1e3 * row.more['predicted']:.4g}", f"{error(row):+.0%}",
+            "fitted" if row.more["fitted"] else "",
         )  # fmt: skip
     harness._console().print(table)
-    held_out = [row for row in rows if not row.fitted]
+    held_out = [row for row in rows if not row.more["fitted"]]
     good = [row for row in held_out if abs(error(row)) <= WITHIN]
     print(f"{len(good)} of {len(held_out)} held-out times within {WITHIN:.0%}")
     for op in OPS:
         for where, alone in (("one host", True), ("hosts", False)):
-            found = [row for row in rows if row.arm == op and (row.hosts == 1) == alone]
-            if found:
-                text = ", ".join(f"{t} {v:.3g}" for t, v in zip(TERMS, found[0].model))
+            if found := inside(rows, op, alone):
+                text = ", ".join(f"{t} {v:.3g}" for t, v in zip(TERMS, found[0].more["model"]))
                 print(f"{op}, {where}: {text}")
 
 
-def projected(model: Sequence[float], like: ScalingRow, count: int, size: int) -> float:
+def projected(model: Sequence[float], like: Row, count: int, size: int) -> float:
     """Seconds on so many hosts, with a machine for each."""
-    found = features(like.arm, size, count, like.ranks, like.burst, like.ranks / like.cores)
+    ranks, cores, burst = (like.more[name] for name in ("ranks", "cores", "burst"))
+    found = features(like.arm, size, count, ranks, burst, ranks / cores)
     return sum(t * f for t, f in zip(model, found, strict=True))
 
 
@@ -249,20 +245,19 @@ def projected(model: Sequence[float], like: ScalingRow, count: int, size: int) -
 # Output
 
 
-def save_plot(path: Path, rows: Sequence[Row], world_size: int) -> None:
+def draw(rows: Sequence[Row], world_size: int) -> Any:
     """A row of panels for each operation: by size with the model, and the projection."""
-    found = [row for row in rows if isinstance(row, ScalingRow)]
     figure, axes = plots.plt().subplots(
         len(OPS), 2, figsize=(12, 4 * len(OPS) + 0.8), squeeze=False, layout="constrained"
     )
     for (by_size, by_hosts), op in zip(axes, OPS):
-        ours = [row for row in found if row.arm == op]
-        layouts = list(dict.fromkeys((row.hosts, row.ranks) for row in ours))
+        ours = [row for row in rows if row.arm == op]
+        layouts = list(dict.fromkeys(map(layout_of, ours)))
         for (count, ranks), marker in zip(layouts, "os^DvP"):
-            line = [row for row in ours if (row.hosts, row.ranks) == (count, ranks)]
+            line = [row for row in ours if layout_of(row) == (count, ranks)]
             shade = plots.plt().cm.viridis(0.9 * layouts.index((count, ranks)) / len(layouts))
             for fitted in (True, False):
-                some = [row for row in line if row.fitted == fitted]
+                some = [row for row in line if row.more["fitted"] == fitted]
                 by_size.plot(
                     [row.size / M for row in some], [1e3 * row.median for row in some],
                     linestyle="", marker=marker, color=shade, markersize=5,
@@ -270,22 +265,22 @@ def save_plot(path: Path, rows: Sequence[Row], world_size: int) -> None:
                     label=f"{count} x {ranks}" if fitted else None,
                 )  # fmt: skip
             by_size.plot(
-                [row.size / M for row in line], [1e3 * row.predicted for row in line],
+                [row.size / M for row in line], [1e3 * row.more["predicted"] for row in line],
                 color=shade, linewidth=1,
             )  # fmt: skip
         title = f"{words.arm(op)}: hosts x ranks; filled: fitted, hollow: predicted"
         by_size.set(xscale="log", yscale="log", xlabel="MB", ylabel="ms", title=title)
         by_size.legend(fontsize="small")
         for ranks, style in ((1, "-"), (2, "--")):
-            like = [row for row in ours if row.ranks == ranks and row.hosts > 1]
+            like = [row for row in inside(ours, op, False) if row.more["ranks"] == ranks]
             if not like:
                 continue
             for size, colour in ((PROJECTED, plots.COLOURS[words.OURS]), (M, "#80868b")):
                 counts = [count for count in FACTORS if count > 1]
-                times = [1e3 * projected(like[0].model, like[0], n, size) for n in counts]
+                times = [1e3 * projected(like[0].more["model"], like[0], n, size) for n in counts]
                 label = f"{harness.format_size(size)}, {ranks} a host"
                 by_hosts.plot(counts, times, linestyle=style, color=colour, label=label)
-        most = max(row.hosts for row in ours)
+        most = max(layout_of(row)[0] for row in ours)
         by_hosts.axvspan(most, FACTORS[-1], color="#f1f3f4", zorder=0)
         by_hosts.set(
             xscale="log", yscale="log", xlabel="hosts, each a machine of its own", ylabel="ms",
@@ -296,9 +291,10 @@ def save_plot(path: Path, rows: Sequence[Row], world_size: int) -> None:
         for axis in (by_size, by_hosts):
             axis.yaxis.set_major_formatter("{x:g}")
             axis.grid(alpha=0.25)
-    rate = max(row.rate for row in found)
-    note = f"links of {rate * 1e-9:g} Gbit/s, all hosts on one machine of {found[0].cores} cores"
-    plots.finish(figure, path, f"fp32, medians; {note}")
+    rate = max(row.more["rate"] for row in rows)
+    cores = rows[0].more["cores"]
+    note = f"links of {rate * 1e-9:g} Gbit/s, all hosts on one machine of {cores} cores"
+    return plots.titled(figure, f"fp32, medians; {note}")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ of its arm. How times are taken: see `_harness.py`.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib.util
 import itertools
 import math
@@ -40,7 +41,6 @@ from torch import Tensor
 
 import _harness as harness
 import fusedpg
-import report
 from _harness import Context, Row
 from fusedpg import fusion
 from fusedpg.fusion import FusionError, Partial, Replicate, Schedule, Shard, compile
@@ -93,7 +93,9 @@ class Drawn:
 
     @property
     def case(self) -> str:
-        return f"{list(self.shape)} {str(self.dtype).removeprefix('torch.')}\n{self.text}"
+        """Its name in results, which the seed and its number make again."""
+        digest = hashlib.sha256(self.text.encode()).hexdigest()[:12]
+        return f"{list(self.shape)} {str(self.dtype).removeprefix('torch.')}, {digest}"
 
     @property
     def size(self) -> int:
@@ -223,7 +225,7 @@ def numbers(text: str) -> tuple[float, float]:
 
 
 def saved(args: argparse.Namespace) -> list[Row]:
-    rows: list[Row] = report.load(args.path)["rows"] if args.path.exists() else []
+    rows: list[Row] = harness.load(args.path)["rows"] if args.path.exists() else []
     return rows
 
 
@@ -249,7 +251,7 @@ def worker(context: Context, args: argparse.Namespace) -> list[Row]:
         rows = [row for row in rows if row.case != program.case]
         rows += timed(context, program, found, args)
         if context.rank == 0 and not args.no_save:
-            harness.save_json(args.path, rows, context.world_size, unit="seconds of a call")
+            harness.save_rows(args.path, rows, context.world_size, unit="seconds of a call")
     return rows
 
 
@@ -296,7 +298,8 @@ def check(
         difference = (result.double() - want.double()).abs()
         # A rounding here and there turns a comparison.
         share = (difference > near * (1 + want.double().abs())).double().mean().item()
-        harness.require(share <= 1e-3, f"{program.case}\n{schedule.title}\n{node.name}: {share}")
+        where = f"{program.case}\n{program.text}\n{schedule.title}\n{node.name}"
+        harness.require(share <= 1e-3, f"{where}: {share}")
 
 
 # ---------------------------------------------------------------------------------------------

@@ -1,29 +1,43 @@
 """What frameworks gain when fusedpg serves "gloo": FUSEDPG_SERVE_GLOO=1 and no other change.
 
-python benchmarks/serve_gloo.py [--only ddp,fsdp2] [--rounds 3] [--json results.json]
+    python benchmarks/serve_gloo.py [--only ddp,fsdp2] [--rounds 3] [--json results.json]
+    python benchmarks/serve_gloo.py steps [--only ddp,fsdp2] [--rounds 25]
 
 Each program of _served_programs.py runs on two ranks, in turn on Gloo and served. "steps" are the
 seconds of its steps without the first two. "imports" are those that it takes to load modules of
 torch and of the framework, after `import torch`: most of the program, on both arms. "the rest" is
 all but them, from `import torch` to the end: groups are created in it. All are medians of the
 rounds. The numbers that rank 0 notes, losses most of all, must be the same to within 1e-5.
+
+**steps** takes steps of torch's own programs on two groups of the same ranks, in turn, in one
+process a rank: Gloo's, and one that was asked for as "gloo" while fusedpg served it. Both see the
+same load of the machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
+import logging
 import math
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from _harness import _cpu_model
+import torch
+import torch.distributed as dist
+
+import _harness as harness
+import _served_programs as programs
 
 HERE = Path(__file__).resolve().parent
 PROGRAMS = HERE / "_served_programs.py"
@@ -69,8 +83,8 @@ TITLES = {
 
 
 @dataclass
-class Row:
-    """One program."""
+class Program:
+    """One program's rounds."""
 
     program: str
     steps: dict[str, list[float]] = field(default_factory=lambda: {arm: [] for arm in ARMS})
@@ -107,8 +121,6 @@ def start(program: str, arm: str, scratch: Path, ranks: int) -> tuple[list[list[
         # On the CPU it starts one process, which is a rank where the environment says so.
         options = ["--cpu", "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"]
         line = ["-m", "accelerate.commands.launch", *options, *line]
-    import torch.distributed as dist
-
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     start.store = store  # type: ignore[attr-defined]  # it lives as long as the processes
     world = {
@@ -164,7 +176,7 @@ def run(program: str, arm: str, ranks: int, limit: float) -> dict[str, Any] | st
         return note
 
 
-def measure(row: Row, rounds: int, ranks: int, limit: float) -> None:
+def measure(row: Program, rounds: int, ranks: int, limit: float) -> None:
     """Adds rounds to a row."""
     program = row.program
     row.failed.clear()
@@ -189,12 +201,12 @@ def measure(row: Row, rounds: int, ranks: int, limit: float) -> None:
             row.difference = max(row.difference, found)
 
 
-def load(path: Path) -> list[Row]:
-    rows = {row["program"]: Row(**row) for row in json.loads(path.read_text())["rows"]}
+def load(path: Path) -> list[Program]:
+    rows = {row["program"]: Program(**row) for row in json.loads(path.read_text())["rows"]}
     return [rows[program] for program in TITLES if program in rows]
 
 
-def table(rows: list[Row]) -> str:
+def table(rows: list[Program]) -> str:
     lines = [
         "| program | steps: Gloo | served | times | the rest: Gloo | served | times "
         "| imports: Gloo | served | numbers |",
@@ -212,7 +224,7 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def summary(rows: list[Row]) -> str:
+def summary(rows: list[Program]) -> str:
     """The documents' table: if programs run with the same numbers, and the gain of their steps."""
     lines = [
         "| program | on Gloo | served | numbers | steps, times Gloo |",
@@ -230,18 +242,116 @@ def summary(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+# ---------------------------------------------------------------------------------------------
+# Steps
+
+
+def messages(group: Any, kib: int, times: int) -> Callable[[int], None]:
+    """From rank 0 to the last one and back."""
+    tensor, rank, last = torch.zeros(kib << 8), dist.get_rank(), dist.get_world_size() - 1
+
+    def step(i: int) -> None:
+        for _ in range(times):
+            if rank == 0:
+                dist.send(tensor, last, group=group)
+                dist.recv(tensor, last, group=group)
+            elif rank == last:
+                dist.recv(tensor, 0, group=group)
+                dist.send(tensor, 0, group=group)
+        dist.barrier(group=group)
+
+    return step
+
+
+def tensor_parallel(group: Any) -> Callable[[int], object]:
+    # DTensor keeps what it has planned by the mesh, and meshes of the same ranks without names are
+    # equal: then the steps of both arms would run on one group.
+    names = (f"tp_{group.group_name}",)
+    mesh = dist.device_mesh.DeviceMesh.from_group(group, "cpu", mesh_dim_names=names)
+    return programs.tensor_parallel_steps(mesh)
+
+
+def checkpoints(group: Any, scratch: Path) -> Callable[[int], None]:
+    import torch.distributed.checkpoint as checkpoint
+
+    state = {"model": programs.model().state_dict()}
+
+    def step(i: int) -> None:
+        place = scratch / f"{group.group_name}-{i}"
+        checkpoint.async_save(state, checkpoint_id=place, process_group=group).result()
+
+    return step
+
+
+# By name: the title, and the steps on a group.
+STEPS: dict[str, tuple[str, Callable[..., Callable[[int], object]]]] = {
+    "ddp": (TITLES["ddp"], programs.ddp_steps),
+    "zero1": (TITLES["zero1"], programs.zero1_steps),
+    "fsdp2": (TITLES["fsdp2"], programs.fsdp2_steps),
+    "tensor_parallel": (TITLES["tensor_parallel"], tensor_parallel),
+    "pipeline": (TITLES["pipeline"], programs.pipeline_steps),
+    "dcp": (TITLES["dcp_thread"], checkpoints),
+    "messages_1k": ("1 KiB there and back, 100 times", partial(messages, kib=1, times=100)),
+    "messages_64k": ("64 KiB there and back, 100 times", partial(messages, kib=64, times=100)),
+    "messages_1m": ("1 MiB there and back, 10 times", partial(messages, kib=1 << 10, times=10)),
+    "messages_16m": ("16 MiB there and back", partial(messages, kib=16 << 10, times=1)),
+}
+WARM = 3
+
+
+def steps_worker(context: harness.Context, args: argparse.Namespace) -> list[harness.Row]:
+    import fusedpg
+
+    logging.disable(logging.WARNING)
+    groups = {"gloo": dist.new_group(backend="gloo")}
+    fusedpg.serve_gloo()
+    groups["served"] = dist.new_group(backend="gloo")
+    fusedpg.serve_gloo(False)
+    kinds = {arm: type(g._get_backend(torch.device("cpu"))) for arm, g in groups.items()}
+    assert kinds == {"gloo": dist.ProcessGroupGloo, "served": fusedpg.ProcessGroupFused}, kinds
+    rows = []
+    for program in harness.progress(context, args.only, str):
+        title, make = STEPS[program]
+        more = {"scratch": args.scratch} if program == "dcp" else {}
+        steps = {arm: make(group, **more) for arm, group in groups.items()}
+        seconds: dict[str, list[float]] = {arm: [] for arm in steps}
+        for i in range(args.rounds + WARM):
+            for arm in ARMS if i % 2 else ARMS[::-1]:
+                dist.barrier()
+                calls = fusedpg.group_info(groups["served"])["sequence_number"]
+                begin = time.perf_counter()
+                steps[arm](i)
+                seconds[arm].append(time.perf_counter() - begin)
+                calls = fusedpg.group_info(groups["served"])["sequence_number"] - calls
+                assert (calls > 0) == (arm == "served"), f"{program} on {arm}: {calls} calls"
+        rows += [harness.Row.of(title, 0, arm, seconds[arm][WARM:]) for arm in ARMS]
+    return rows
+
+
+def steps_main(arguments: list[str]) -> int:
+    parser = harness.parser(__doc__, backends="gloo", sizes=None, rounds=25)
+    parser.add_argument("--only", default=",".join(STEPS), help="programs, with commas")
+    args = parser.parse_args(arguments)
+    args.only = args.only.split(",")
+    with tempfile.TemporaryDirectory() as folder:
+        args.scratch = Path(folder)
+        rows = harness.run(steps_worker, args)
+    harness.finish("serve_gloo_steps", rows, args, limit="")
+    return 0
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    if sys.argv[1:2] == ["steps"]:
+        return steps_main(sys.argv[2:])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default=",".join(TITLES), help="programs, with commas")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--limit", type=float, default=240, help="seconds for one run")
     parser.add_argument("--json", type=Path, help="rounds are added to those that it holds")
     arguments = parser.parse_args()
-    import importlib.util
-
-    import torch
-
     rows = []
     for program in arguments.only.split(","):
         if program in NEEDS and importlib.util.find_spec(NEEDS[program]) is None:
@@ -249,7 +359,7 @@ def main() -> int:
             continue
         saved = arguments.json and arguments.json.exists()
         earlier = load(arguments.json) if saved else []
-        row = next((old for old in earlier if old.program == program), Row(program))
+        row = next((old for old in earlier if old.program == program), Program(program))
         measure(row, arguments.rounds, arguments.ranks, arguments.limit)
         rows.append(row)
         print(table([row]).splitlines()[-1], flush=True)
@@ -257,14 +367,8 @@ def main() -> int:
             # Another process may add other programs meanwhile.
             earlier = load(arguments.json) if arguments.json.exists() else []
             kept = [asdict(old) for old in earlier if old.program != program]
-            report = {
-                "cpu": _cpu_model(),
-                "cores": len(os.sched_getaffinity(0)),
-                "torch": torch.__version__,
-                "ranks": arguments.ranks,
-                "rows": [*kept, asdict(row)],
-            }
-            arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+            head = {**harness.about(), "ranks": arguments.ranks}
+            harness.write(arguments.json, head, [*kept, asdict(row)])
     print(table(rows))
     return int(any("served" in row.failed or row.difference > TOLERANCE for row in rows))
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
 import _harness as harness
 import _hosts as hosts
@@ -29,7 +29,7 @@ import _plots as plots
 import _sparse_arms as sparse
 import _words as words
 from _harness import Bar, Row
-from _sparse_arms import OVERLAPS, SCAN, TENSORS, SparseRow
+from _sparse_arms import OVERLAPS, SCAN, TENSORS
 
 DENSITIES = "1,.8,.4,.2,.1,.08,.04,.02,.01"
 ROUNDS, HOST_ROUNDS = 21, 5
@@ -75,7 +75,7 @@ def main() -> int:
 
     name = "sparse" if args.overlap == "random" else f"sparse_{args.overlap}"
     if args.hosts:
-        found = hosts.run(args, len(sparse.cases(args, args.world_size)), SparseRow)
+        found = hosts.run(args, len(sparse.cases(args, args.world_size)))
         if found is None:
             return 2
         rows = found
@@ -84,7 +84,7 @@ def main() -> int:
         rows = harness.run(sparse.worker, args)
     print_densities(rows)
     limit = "gloo" if args.hosts else harness.COPY
-    harness.finish(name, rows, args, limit=limit, bars=BARS, plot=save_plot)
+    harness.finish(name, rows, args, limit=limit, bars=BARS)
     return 0
 
 
@@ -92,21 +92,17 @@ def main() -> int:
 # Output
 
 
-def bound(row: SparseRow) -> float:
+def bound(row: Row) -> float:
     """Bytes of the dense all-reduce over those that skipping moves."""
-    return 2 / (row.density + row.union + bitmap_share(row))
-
-
-def bitmap_share(row: SparseRow) -> float:
     assert row.bus_factor is not None
-    return 2 * row.bitmaps / (row.size * row.bus_factor)
+    bitmaps = 2 * row.more["bitmaps"] / (row.size * row.bus_factor)
+    return float(2 / (row.more["density"] + row.more["union"] + bitmaps))
 
 
-def by_arm(rows: Sequence[Row]) -> list[dict[str, SparseRow]]:
+def by_arm(rows: Sequence[Row]) -> list[dict[str, Row]]:
     """The rows of each case."""
-    found: dict[tuple[str, int], dict[str, SparseRow]] = {}
+    found: dict[tuple[str, int], dict[str, Row]] = {}
     for row in rows:
-        assert isinstance(row, SparseRow)
         found.setdefault((row.case, row.size), {})[row.arm] = row
     return list(found.values())
 
@@ -128,21 +124,21 @@ def print_densities(rows: Sequence[Row]) -> None:
         table.add_row(
             on.case,
             harness.format_size(on.size),
-            f"{on.union:.1%}",
+            f"{on.more['union']:.1%}",
             f"{bound(on):.2f}x",
             *(f"{peer.median / row.median:.2f}x" for peer, row in ((dense, on), (dense, auto))),
             f"{harness.ratio_to_peer(on, gloo):.2f}x",
             scan,
-            f"{on.sent * 1e-6:.4g}",
-            f"{on.sent / on.formula:.3f}",
-            auto.path,
+            f"{on.more['sent'] * 1e-6:.4g}",
+            f"{on.more['sent'] / on.more['formula']:.3f}",
+            auto.more["path"],
         )
     harness._console().print(table)
 
 
-def save_plot(path: Path, rows: Sequence[Row], world_size: int) -> None:
+def draw(rows: Sequence[Row], world_size: int) -> Any:
     """Times by density, and below them how many times as fast as Gloo, with the bound by bytes."""
-    tables: dict[str, list[dict[str, SparseRow]]] = {}
+    tables: dict[str, list[dict[str, Row]]] = {}
     for arms in by_arm(rows):
         first = arms["on"]
         drawn, where = first.case.split(" ", 1)[1].split(", ")
@@ -154,8 +150,8 @@ def save_plot(path: Path, rows: Sequence[Row], world_size: int) -> None:
         layout="constrained",
     )  # fmt: skip
     for column, (title, lines) in enumerate(tables.items()):
-        lines = sorted(lines, key=lambda arms: arms["on"].density)
-        densities = [100 * arms["on"].density for arms in lines]
+        lines = sorted(lines, key=lambda arms: arms["on"].more["density"])
+        densities = [100 * arms["on"].more["density"] for arms in lines]
         times, gains = axes[0][column], axes[1][column]
         before = dict.fromkeys(plots.COLOURS, 0)
         for name in lines[0]:
@@ -188,7 +184,7 @@ def save_plot(path: Path, rows: Sequence[Row], world_size: int) -> None:
             axis.grid(alpha=0.25)
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize="small")
-    plots.finish(figure, path, plots.note(world_size))
+    return plots.titled(figure, plots.note(world_size))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import posixpath
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,11 @@ def links(path: str) -> list[str]:
     folder = posixpath.dirname(path)
     found = [posixpath.normpath(posixpath.join(folder, match[1])) for match in LINK.finditer(text)]
     return [name for name in found if (ROOT / name).is_file()]
+
+
+def on_pre_build(**_: Any) -> None:
+    """Draws the pictures of measured results, which are not kept, into build/figures."""
+    subprocess.run([sys.executable, ROOT / "benchmarks/report.py", "--shown"], check=True)
 
 
 def on_files(files: Files, config: Any) -> Files:

@@ -53,6 +53,8 @@ def test_links(document: str) -> None:
             continue
         name, _, anchor = target.partition("#")
         file = (path.parent / name).resolve() if name else path
+        if file.is_relative_to(ROOT / "build/figures"):
+            continue  # drawn with the site: test_pictures_can_be_drawn
         assert file.exists(), f"{document} links to {target}"
         assert file.is_relative_to(ROOT), f"{document} links to {target}, outside of the project"
         if anchor:
@@ -85,16 +87,24 @@ def test_tables_are_of_the_saved_results(report: Any) -> None:
 def test_arms_have_words_and_plots(report: Any, tmp_path: Path) -> None:
     """No plot names an arm by a letter, and each result has a plot."""
     words = report.words
-    arms = importlib.import_module("_optimizer_arms")
+    arms = importlib.import_module("_training")
     for name in arms.ARMS:
         assert len(words.arm(name)) > 3, name
     for path in report.RESULTS.glob("*.json"):
         saved = report.load(path)
         for row in saved["rows"]:
             assert len(words.arm(row.arm)) > 3, f"{path.name}: {row.arm}"
-        assert saved["unit"] != "seconds" or path.with_suffix(".png").exists(), path
-    small = report.load(report.RESULTS / "ddp_p2.json")
-    report.plots.save_plot(tmp_path / "plot.png", small["rows"], 2)
+        assert saved["unit"] != "seconds" or report.pictures_of(path), path
+
+
+def test_pictures_can_be_drawn(report: Any, tmp_path: Path) -> None:
+    """Documents show pictures of saved results, which the site's build draws."""
+    names = report.shown()
+    links = [name for document in DOCUMENTS for name in LINK.findall((ROOT / document).read_text())]
+    assert len(names) == len({link for link in links if "build/figures/" in link}) > 20
+    pictures = report.pictures()
+    assert set(names) <= set(pictures)
+    report.plots.save(tmp_path / "plot.png", pictures["ddp_p2.png"])
     assert (tmp_path / "plot.png").stat().st_size > 1000
 
 

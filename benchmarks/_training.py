@@ -1,4 +1,4 @@
-"""The training arms of `optimizers.py`: one model, one way to synchronise, one optimizer each."""
+"""Models that benchmarks train, and arms: a model, a way to synchronise, an optimizer each."""
 
 from __future__ import annotations
 
@@ -13,14 +13,25 @@ from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from _models import make_cnn, make_mlp
-
 LR, WEIGHT_DECAY = 1e-4, 1e-2
 MAX_NORM = 1e-3  # clips in every step
 NO_SYNC = "no_sync + step"
 
 # ---------------------------------------------------------------------------------------------
 # Models
+
+
+def make_mlp() -> nn.Module:
+    width, layers = 2240, 5
+    hidden = [part for _ in range(layers) for part in (nn.Linear(width, width), nn.ReLU())]
+    return nn.Sequential(*hidden, nn.Linear(width, 10))
+
+
+def make_cnn() -> nn.Module:
+    layers: list[nn.Module] = []
+    for inputs, outputs in ((3, 32), (32, 64), (64, 128)):
+        layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(128 * 4 * 4, 10))
 
 
 class Transformer(nn.Module):
@@ -53,6 +64,19 @@ class Small(nn.Module):
         return y
 
 
+class Vectors(nn.Module):
+    """A chain of products with 1,000 vectors of 256 numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList(torch.ones(256) for _ in range(1000))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for scale in self.scales:
+            x = x * scale
+        return x
+
+
 def images(*shape: int) -> Callable[[torch.Generator], Tensor]:
     return lambda generator: torch.randn(shape, generator=generator)
 
@@ -70,7 +94,9 @@ MODELS = {
     ),
     "cnn": Model(make_cnn, images(32, 3, 32, 32)),
     "small": Model(Small, images(4, 1000, 64)),
+    "vectors": Model(Vectors, images(2, 256)),
 }
+OF_OPTIMIZERS = ("mlp", "transformer", "cnn", "small")
 
 
 def parameter_bytes(name: str) -> int:
@@ -89,7 +115,7 @@ class Arm:
 
     optimizer: Optimizer
 
-    def __init__(self, model: str, group: dist.ProcessGroup) -> None:
+    def __init__(self, model: str, group: dist.ProcessGroup | None) -> None:
         torch.manual_seed(0)
         self.group = group
         self.module = MODELS[model].make()
