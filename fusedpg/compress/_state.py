@@ -8,11 +8,10 @@ import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import GradBucket
 
 from fusedpg import _agreement
 from fusedpg.compress import _agree, _checkpoint, _lane, _numbers, _params, _schedule, memories
@@ -28,6 +27,15 @@ from fusedpg.compress._warm_up import WarmUp
 from fusedpg.compress.communicators import Allgather, Allreduce, Communicator
 from fusedpg.compress.memories import Memory
 from fusedpg.functional import _is_ours
+
+
+class _GradBucket(Protocol):
+    """What a state asks of DDP's bucket; other callers have buckets of their own."""
+
+    def buffer(self) -> torch.Tensor: ...
+    def index(self) -> int: ...
+    def is_last(self) -> bool: ...
+    def parameters(self) -> list[torch.Tensor]: ...
 
 
 class State:
@@ -143,7 +151,7 @@ class State:
 
     def take(
         self,
-        bucket: GradBucket,
+        bucket: _GradBucket,
         gradients: Mapping[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.futures.Future[torch.Tensor]:
         """What the hook does.

@@ -90,10 +90,8 @@ class Engine:
         self._sets: dict[int, Set] = {0: self._world}
         self._next_set = 1
         self._lock = threading.Lock()
-        self._wake, self._finished = (
-            threading.Condition(self._lock),
-            threading.Condition(self._lock),
-        )
+        self._wake = threading.Condition(self._lock)
+        self._finished = threading.Condition(self._lock)
         self._pending: dict[Key, Operation] = {}
         self._new: list[Operation] = []
         # Operations whose names calls that have raised still have, until all ranks know of these.
@@ -470,10 +468,8 @@ class Engine:
                     shape = signature.shapes[number]
                     buffers.append(torch.zeros(shape, dtype=getattr(torch, dtype)))
                     continue
-                tensor, output = operation.tensors[number], operation.outputs[number]
-                buffer = _as_bytes_lie(output)
-                if output is not tensor:
-                    buffer.copy_(tensor)
+                output = operation.outputs[number]
+                buffer = _filled(output, operation.tensors[number])
                 if buffer is not output:
                     copies.append((output, buffer))
                 buffers.append(buffer)
@@ -546,9 +542,7 @@ class Engine:
                     operation.result = here.alltoall(tensors[0], splits)
         else:
             for tensor, output in zip(tensors, operation.outputs):
-                buffer = _as_bytes_lie(output)
-                if output is not tensor:
-                    buffer.copy_(tensor)
+                buffer = _filled(output, tensor)
                 here.broadcast(buffer, signature.root)
                 if buffer is not output:
                     output.copy_(buffer)
@@ -567,27 +561,22 @@ class Engine:
         if gone is not None:
             dist.destroy_process_group(gone.group)
 
-    def _activity(self, call: list[Response], kind: str) -> Any:
-        timeline = self.timeline  # which a caller may end at any time
-        return _NOTHING if timeline is None else timeline.activity(call, kind)
+    def _activity(self, call: list[Response], kind: str) -> contextlib.AbstractContextManager[None]:
+        timeline = self.timeline  # a caller may end it at any time
+        return contextlib.nullcontext() if timeline is None else timeline.activity(call, kind)
 
 
-def _as_bytes_lie(tensor: Tensor) -> Tensor:
-    """The tensor if its memory has its elements in order, and neither conjugated nor negated."""
-    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-        return tensor
-    return tensor.resolve_conj().resolve_neg().contiguous()
+def _filled(output: Tensor, tensor: Tensor) -> Tensor:
+    """Memory that has a tensor's elements in order, and neither conjugated nor negated.
 
-
-class _Nothing:
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
-_NOTHING = _Nothing()
+    It is the output's own where that lies so, else memory that is copied to the output later.
+    """
+    buffer = output
+    if not output.is_contiguous() or output.is_conj() or output.is_neg():
+        buffer = output.resolve_conj().resolve_neg().contiguous()
+    if output is not tensor:
+        buffer.copy_(tensor)
+    return buffer
 
 
 def _alike(response: Response) -> object:

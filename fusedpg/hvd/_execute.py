@@ -6,7 +6,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch._C._distributed_c10d as c10d
@@ -51,6 +51,12 @@ def _impossible(dtype: torch.dtype, op: int, scaled: bool, divides: bool) -> str
     except Exception as error:
         return str(error)
     return ""
+
+
+class _Options(Protocol):
+    """The options of any collective of torch."""
+
+    asyncOp: bool
 
 
 class Refused(Exception):
@@ -116,15 +122,18 @@ class Set:
             except Exception as error:  # of a group that has failed before
                 _log.info("fused: hvd: %s", error)
 
-    def _run(self, collective: Callable[..., Any], *arguments: object) -> None:
-        """Does a collective of the process group.
+    def _run(
+        self, collective: Callable[..., dist.Work | None], options: _Options, *arguments: object
+    ) -> None:
+        """Does a collective of the process group, and returns when it is done.
 
         Raises:
             Refused: on "fused", whose ranks compare what they are about to do.
             Exception: another backend failed; other ranks may wait for this one.
         """
         try:
-            work = collective(*arguments)
+            options.asyncOp = False
+            work = collective(*arguments, options)
             if work is not None:  # "fused" returns nothing for what it has done in the call
                 work.wait()
         except Exception as error:
@@ -158,9 +167,7 @@ class Set:
 
     def _gather(self, output: Tensor, own: Tensor) -> None:
         output, own = self._raw(output), self._raw(own)
-        options = c10d.AllgatherOptions()
-        options.asyncOp = False
-        self._run(self.group._allgather_base, output, own, options)
+        self._run(self.group._allgather_base, c10d.AllgatherOptions(), output, own)
 
     # --- reductions -------------------------------------------------------------------------
 
@@ -199,8 +206,7 @@ class Set:
         own_mean = op == c.AVERAGE and not self.is_fused
         options = c10d.AllreduceCoalescedOptions()
         options.reduceOp = _OPS[c.SUM if own_mean else op]
-        options.asyncOp = False
-        self._run(self.group.allreduce_coalesced, buffers, options)
+        self._run(self.group.allreduce_coalesced, options, buffers)
         if own_mean:
             for buffer in buffers:
                 divide_(buffer, self.size)
@@ -231,8 +237,7 @@ class Set:
             own = whole.new_empty((rows[0], *whole.shape[1:]))
             options = c10d.ReduceScatterOptions()
             options.reduceOp = _OPS[signature.op]
-            options.asyncOp = False
-            self._run(self.group._reduce_scatter_base, own, whole, options)
+            self._run(self.group._reduce_scatter_base, options, own, whole)
         else:
             self._reduce([whole], signature.op)
             own = whole[begin : begin + rows[self.rank]].clone()
@@ -276,8 +281,7 @@ class Set:
             return
         options = c10d.BroadcastOptions()
         options.rootRank, options.rootTensor = self.ranks.index(root), 0
-        options.asyncOp = False
-        self._run(self.group.broadcast, [self._raw(buffer.view(-1))], options)
+        self._run(self.group.broadcast, options, [self._raw(buffer.view(-1))])
 
     def alltoall(self, tensor: Tensor, splits: Sequence[Sequence[int]]) -> tuple[Tensor, list[int]]:
         """Rows from everybody, and how many from each.
@@ -295,10 +299,8 @@ class Set:
         if self.size == 1:
             output.copy_(own)
         elif any(map(sum, splits)) and width:
-            options = c10d.AllToAllOptions()
-            options.asyncOp = False
             rows = [self._raw(part.view(-1, width)) for part in (output, own)]
-            self._run(self.group.alltoall_base, *rows, received, sent, options)
+            self._run(self.group.alltoall_base, c10d.AllToAllOptions(), *rows, received, sent)
         return output, received
 
 

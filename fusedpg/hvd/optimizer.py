@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
 import itertools
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -37,18 +38,14 @@ def _named(
         pairs = list(named_parameters)
         if any(not isinstance(pair, tuple) for pair in pairs):
             raise ValueError("hvd: named_parameters are pairs such as model.named_parameters()")
-    names = [name for name, _ in pairs]
-    twice = sorted({name for name in names if names.count(name) > 1}) if _twice(names) else []
+    counts = collections.Counter(name for name, _ in pairs)
+    twice = sorted(name for name, count in counts.items() if count > 1)
     if twice:
         raise ValueError(f"hvd: names of parameters must be unique, found twice: {twice}")
     found = {p: name for name, p in pairs}
     if any(p not in found for p in own):
         raise ValueError("hvd: named_parameters lacks parameters of the optimizer")
     return found
-
-
-def _twice(names: Sequence[str]) -> bool:
-    return len(set(names)) < len(names)
 
 
 def _seen(grad: Tensor | None) -> _Seen:

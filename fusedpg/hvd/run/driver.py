@@ -16,8 +16,9 @@ import selectors
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from fusedpg.hvd import _membership
@@ -259,19 +260,23 @@ class Driver:
         events = self._selector.select(TICK_SECONDS)
         for host in writers:
             self._selector.unregister(host.input)
-        for key, _ in events:
-            host = key.data
-            if key.fileobj is not host.output:
-                continue
-            messages = host.read()
-            if messages is None:
-                self._lose(host, "its agent has ended")
-            for message in messages or ():
-                self._take(host, message)
+        for host in self._listen(events):
+            self._lose(host, "its agent has ended")
         now = time.monotonic()
         for host in list(self._hosts.values()):
             if not host.ready and now >= host.deadline:
                 self._lose(host, f"no answer within {self.settings.start_timeout:g} s")
+
+    def _listen(self, events: list[tuple[selectors.SelectorKey, int]]) -> Iterator[Host]:
+        """Takes in what agents have sent, and yields each host whose agent has ended."""
+        for key, _ in events:
+            host: Host = key.data
+            if key.fileobj is host.output:
+                messages = host.read()
+                if messages is None:
+                    yield host
+                for message in messages or ():
+                    self._take(host, message)
 
     def _take(self, host: Host, message: Mapping[str, Any]) -> None:
         if "hello" in message:
@@ -324,16 +329,11 @@ class Driver:
         for host in self._hosts.values():
             host.close_input()
         while self._hosts and time.monotonic() < deadline:
-            for key, _ in self._selector.select(TICK_SECONDS):
-                host = key.data
-                messages = host.read()
-                if messages is None:
-                    self._selector.unregister(host.output)
-                    del self._hosts[host.name]
-                    host.process.wait(timeout=END_SECONDS)
-                    host.output.close()
-                for message in messages or ():
-                    self._take(host, message)
+            for host in self._listen(self._selector.select(TICK_SECONDS)):
+                self._selector.unregister(host.output)
+                del self._hosts[host.name]
+                host.process.wait(timeout=END_SECONDS)
+                host.output.close()
         for host in self._hosts.values():
             host.kill()
         self._output.close()
@@ -363,15 +363,13 @@ class Driver:
                 if host.ready:
                     worker = Worker(len(self._workers), host, slot)
                     self._workers.append(worker)
-                    self._start(worker, self._variables_before_a_place(worker))
+                    where_to_ask_for_a_place = {
+                        _membership.STORE: f"{self._address}:{self._control.port}",
+                        _membership.WORKER: str(worker.number),
+                        "HOROVOD_ELASTIC": "1",
+                    }
+                    self._start(worker, where_to_ask_for_a_place)
                     running += 1
-
-    def _variables_before_a_place(self, worker: Worker) -> dict[str, str]:
-        return {
-            _membership.STORE: f"{self._address}:{self._control.port}",
-            _membership.WORKER: str(worker.number),
-            "HOROVOD_ELASTIC": "1",
-        }
 
     def _look_for_hosts(self) -> None:
         if self._discovery is None:
@@ -550,11 +548,12 @@ class Driver:
         by_host: dict[str, list[Worker]] = {}
         for worker in sorted(workers, key=age):
             by_host.setdefault(worker.host.name, []).append(worker)
-        slots: Callable[[Worker], int] = lambda worker: worker.slot  # noqa: E731
         places = []
         rank = 0
         for host_number, (_, members) in enumerate(by_host.items()):
-            local_rank_of = {w.number: n for n, w in enumerate(sorted(members, key=slots))}
+            local_rank_of = {
+                w.number: n for n, w in enumerate(sorted(members, key=attrgetter("slot")))
+            }
             for worker in members:
                 worker.rank, worker.generation = rank, self._generation
                 local_rank = local_rank_of[worker.number]
