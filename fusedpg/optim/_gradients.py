@@ -12,7 +12,7 @@ import functools
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,32 @@ from fusedpg.optim._torch import (
     takes_foreach,
 )
 
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+    from typing_extensions import Self, Unpack
+
+    from fusedpg.optim._base import FusedOptimizer
+
 aten = torch.ops.aten
+
+Factor = float | torch.Tensor
+
+
+class Reduction(TypedDict):
+    """How operations combine the ranks' gradients."""
+
+    mean: bool
+    weight: float | None  # of this rank's gradients; None: all ranks count alike
+
+
+class StepOptions(TypedDict, total=False):
+    """What a step does besides updating parameters."""
+
+    reduced: bool  # gradients are slices that were reduced before; else it reduces them
+    mean: bool  # as in `Reduction`
+    weight: float | None
+    grad_scale: torch.Tensor | None
+    found_inf: torch.Tensor | None
 
 
 def end_all(finishers: Iterable[Callable[[], None]]) -> None:
@@ -50,7 +75,7 @@ class StepContext(JoinContext):
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: FusedOptimizer,
         group: dist.ProcessGroup,
         *,
         share: bool,
@@ -90,8 +115,8 @@ class StepContext(JoinContext):
             self.gradients.changed()
             end_all(in_flight)
 
-    def reduction(self, shadow: bool) -> dict[str, object]:
-        """How operations combine the ranks' gradients."""
+    def reduction(self, shadow: bool) -> Reduction:
+        """How the next operation combines the ranks' gradients."""
         weight, bridge = self.weight, self.bridge
         if weight is None and bridge is not None and bridge.weighted_by_joining():
             weight = 1.0
@@ -100,11 +125,15 @@ class StepContext(JoinContext):
         return {"mean": self.mean, "weight": weight}
 
     def fused_step(
-        self, params: list[torch.Tensor], grads: list[torch.Tensor], **options: object
+        self,
+        params: list[torch.Tensor],
+        grads: list[torch.Tensor],
+        used: torch.Tensor | None = None,
+        **options: Unpack[StepOptions],
     ) -> list[Callable[[], None]]:
         """Starts the step of some parameters. Returns what ends its operations."""
         optimizer = self._reference() or self.optimizer()  # which raises
-        return optimizer._fused_step(params, grads, **options)
+        return optimizer._fused_step(params, grads, used=used, **options)
 
     def drop_gradients(self) -> None:
         self.extension.set_gradients(self.parameters(), None)
@@ -153,6 +182,7 @@ class StepContext(JoinContext):
             self.gradients.multiply(value)
         else:
             grad = self.parameters()[param].grad
+            assert grad is not None
             if doing is Doing.ZERO:
                 _zero_(grad)
             else:
@@ -233,7 +263,7 @@ class GradContext:
         self._multiplied = None if first is None else (weakref.ref(first), digest)
 
     def note_factor(
-        self, grads: list[ShardedGrad], factor: Any, doing: Doing = Doing.MULTIPLY
+        self, grads: list[ShardedGrad], factor: Factor, doing: Doing = Doing.MULTIPLY
     ) -> None:
         """As `note`, of a factor that somebody else has computed.
 
@@ -297,7 +327,7 @@ class GradContext:
         self.norms_known.set = True
         return gradients, each
 
-    def norms_of(self, gradients: Sequence[ShardedGrad], order: float) -> torch.Tensor | None:
+    def norms_of(self, gradients: Sequence[object], order: float) -> torch.Tensor | None:
         """The norms of a list of gradients if it is that of all of them, float64."""
         everything, each = self._all_norms(order)
         return each if self.extension.same_objects(everything, list(gradients)) else None
@@ -307,7 +337,7 @@ class GradContext:
         self.owner().announce(Doing.MULTIPLY, value=factor)
         self.multiply(factor)
 
-    def multiply(self, factor: Any) -> None:
+    def multiply(self, factor: Factor) -> None:
         gradients = self.gradients()
         slices = _slices(gradients) or [gradient.local() for gradient in gradients]
         if slices:
@@ -328,10 +358,12 @@ def _slices(gradients: Sequence[object]) -> list[torch.Tensor] | None:
     return None if found is None else found[0]
 
 
-def _scale(parts: list[torch.Tensor], factor: Any) -> None:
+def _scale(parts: list[torch.Tensor], factor: Factor) -> None:
     """``torch._foreach_mul_`` by a number or a scalar tensor."""
-    number = factor
-    if isinstance(factor, torch.Tensor):
+    number: float | None
+    if not isinstance(factor, torch.Tensor):
+        number = factor
+    else:
         plain = factor.device.type == "cpu" and factor.is_floating_point()
         plain = plain and not factor.requires_grad
         number = factor.item() if plain else None
@@ -381,7 +413,7 @@ class _Gradient(torch.Tensor):
     _param: weakref.ref[torch.Tensor]
 
     @classmethod
-    def _standing_for(cls, param: torch.Tensor, context: GradContext) -> Any:
+    def _standing_for(cls, param: torch.Tensor, context: GradContext) -> Self:
         self = torch.Tensor._make_wrapper_subclass(
             cls,
             param.shape,
@@ -410,12 +442,12 @@ class _Gradient(torch.Tensor):
         if param is not None and param.grad is self:
             bridge = self.context.owner().bridge
             if bridge is not None:
-                bridge.rebound(param, self, memory)
+                bridge.rebound(param, self, memory)  # type: ignore[arg-type]
 
     # What would go past __torch_dispatch__.
 
     @property
-    def data(self) -> Any:
+    def data(self) -> torch.Tensor:
         return self
 
     @data.setter
@@ -547,11 +579,11 @@ class ShardedGrad(_Gradient):
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls,
-        func: Any,
-        types: Any,
+        func: OpOverload,
+        types: object,
         args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         if func in _BY_DDP and in_backward():
             source = next((arg for arg in args if isinstance(arg, ShardedGrad)), None)
             if source is not None and source.context.owner().mode.manual:
@@ -562,7 +594,7 @@ class ShardedGrad(_Gradient):
         return handler(*args, **(kwargs or {}))
 
 
-def _refuse(func: Any) -> NoReturn:
+def _refuse(func: object) -> NoReturn:
     raise RuntimeError(
         f"{func}: each rank holds only its slice of this reduced gradient, so this would give a "
         "different result on every rank. Norms, clip_grad_norm_, scaling by a number and "
@@ -580,7 +612,12 @@ def _refuse_ddp() -> NoReturn:
 
 
 def _vector_norm(
-    grad: torch.Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+    grad: torch.Tensor,
+    ord: float = 2,
+    dim: object = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     if dim is not None or keepdim:
         _refuse("norm along dimensions")
@@ -598,11 +635,15 @@ def _vector_norm(
     return norm.to(dtype or grad.dtype)
 
 
-def _norm(grad: torch.Tensor, p: Any = 2, dim: Any = None, keepdim: bool = False) -> torch.Tensor:
+def _norm(
+    grad: torch.Tensor, p: float | None = 2, dim: object = None, keepdim: bool = False
+) -> torch.Tensor:
     return _vector_norm(grad, 2 if p is None else p, dim or None, keepdim)
 
 
-def _foreach_norm(grads: Any, ord: Any = 2, dtype: Any = None) -> list[torch.Tensor]:
+def _foreach_norm(
+    grads: list[torch.Tensor], ord: float = 2, dtype: torch.dtype | None = None
+) -> list[torch.Tensor]:
     first = next(grad for grad in grads if isinstance(grad, ShardedGrad))
     extension = load_extension()
     alike = dtype is not None or len(extension.dtypes_of(grads)) == 1
@@ -624,14 +665,14 @@ def _foreach_norm(grads: Any, ord: Any = 2, dtype: Any = None) -> list[torch.Ten
     ]
 
 
-def _announce_change(gradient: ShardedGrad, doing: Doing, value: object = 0.0) -> None:
+def _announce_change(gradient: ShardedGrad, doing: Doing, value: Factor = 0.0) -> None:
     """Of one gradient, if others have slices of it and it is still to be applied."""
     owner = gradient.context.joining()
     if owner is not None and gradient.holds_reduced() and not owner.stepped:
         owner.announce(doing, owner.number_of(gradient), value)
 
 
-def _number(func: Callable[..., object], grad: Any, other: object) -> Any:
+def _number(func: Callable[..., torch.Tensor], grad: torch.Tensor, other: Factor) -> torch.Tensor:
     if isinstance(other, torch.Tensor) and (other.dim() != 0 or isinstance(other, _Gradient)):
         _refuse(func)
     if not isinstance(grad, ShardedGrad):
@@ -649,7 +690,7 @@ _mul_ = functools.partial(_number, torch.Tensor.mul_)
 _div_ = functools.partial(_number, torch.Tensor.div_)
 
 
-def _zero_(grad: Any) -> Any:
+def _zero_(grad: torch.Tensor) -> torch.Tensor:
     if not isinstance(grad, ShardedGrad):
         return grad.zero_()
     _announce_change(grad, Doing.ZERO)
@@ -662,11 +703,12 @@ def _zero_(grad: Any) -> Any:
     return grad
 
 
-def _foreach_mul_(grads: Any, other: object) -> None:
+def _foreach_mul_(grads: list[torch.Tensor], other: Factor) -> None:
     if isinstance(other, torch.Tensor) and (other.dim() != 0 or isinstance(other, _Gradient)):
         _refuse(torch.Tensor.mul_)
     found = load_extension().reduced_slices(grads, ShardedGrad)
-    parts, contexts = found or ([], [])
+    parts: list[torch.Tensor] = [] if found is None else found[0]
+    contexts: list[GradContext] = [] if found is None else found[1]
     for grad in grads if found is None else ():
         if type(grad) is ShardedGrad:
             contexts += [grad.context] if grad.context not in contexts else []
@@ -683,7 +725,7 @@ def _foreach_mul_(grads: Any, other: object) -> None:
         context.changed()
 
 
-def _announce_factor(context: GradContext, grads: list[ShardedGrad], factor: Any) -> None:
+def _announce_factor(context: GradContext, grads: list[ShardedGrad], factor: Factor) -> None:
     if len(grads) == len(context.gradients()) and all(g.is_reduced() for g in grads):
         if not context.owner().stepped:
             context.owner().announce(Doing.MULTIPLY, value=factor)
@@ -692,8 +734,8 @@ def _announce_factor(context: GradContext, grads: list[ShardedGrad], factor: Any
         _announce_change(grad, Doing.MULTIPLY, factor)
 
 
-def _foreach(one: Callable[[object, object], object]) -> Callable[[object, object], None]:
-    def apply(grads: Any, other: object) -> None:
+def _foreach(one: Callable[..., object]) -> Callable[..., None]:
+    def apply(grads: list[torch.Tensor], other: Factor | Sequence[float]) -> None:
         others = other if isinstance(other, (list, tuple)) else [other] * len(grads)
         for grad, factor in zip(grads, others, strict=True):
             one(grad, factor)
@@ -701,23 +743,27 @@ def _foreach(one: Callable[[object, object], object]) -> Callable[[object, objec
     return apply
 
 
-def _foreach_zero_(grads: Any) -> None:
+def _foreach_zero_(grads: list[torch.Tensor]) -> None:
     for grad in grads:
         _zero_(grad)
 
 
-def _add_(grad: Any, other: object, *, alpha: Any = 1) -> Any:
+def _add_(grad: torch.Tensor, other: object, *, alpha: float = 1) -> torch.Tensor:
     # Autograd accumulates: a further backward before step(). Anybody may add to what is this
-    # rank's gradient alone; of a reduced one, who knows whether all ranks add the same.
-    local = isinstance(grad, ShardedGrad) and (not grad.holds_reduced() or in_backward())
-    if local and type(other) is torch.Tensor and alpha == 1:
+    # rank's gradient alone; nobody knows whether all ranks add the same to a reduced one.
+    if (
+        isinstance(grad, ShardedGrad)
+        and (not grad.holds_reduced() or in_backward())
+        and type(other) is torch.Tensor
+        and alpha == 1
+    ):
         grad.accumulate(other)
         grad.context.changed()
         return grad
     _refuse("add_")
 
 
-def _copy_(dst: Any, src: Any, non_blocking: bool = False) -> Any:
+def _copy_(dst: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     if isinstance(dst, _Gradient):
         raise RuntimeError(
             "the gradient that a fused optimizer has reduced would be overwritten. If two "
@@ -733,12 +779,16 @@ def _copy_(dst: Any, src: Any, non_blocking: bool = False) -> Any:
     _refuse("copy_")
 
 
-def _foreach_copy_(targets: Any, sources: Any, non_blocking: bool = False) -> None:
+def _foreach_copy_(
+    targets: list[torch.Tensor], sources: list[torch.Tensor], non_blocking: bool = False
+) -> None:
     for target, source in zip(targets, sources, strict=True):  # DDP with batched_grad_copy
         (_copy_ if isinstance(source, _Gradient) else torch.Tensor.copy_)(target, source)
 
 
-def _unscale_(grads: Any, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+def _unscale_(
+    grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor
+) -> None:
     parts = [grad.local() if isinstance(grad, ShardedGrad) else grad for grad in grads]
     # An overflow in any rank's slice stops all of them.
     first = next(grad for grad in grads if isinstance(grad, ShardedGrad))
@@ -751,7 +801,7 @@ def _unscale_(grads: Any, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> N
     context.changed()
 
 
-_HANDLERS: dict[Any, Callable[..., Any]] = {
+_HANDLERS: dict[OpOverload, Callable[..., object]] = {
     aten.linalg_vector_norm.default: _vector_norm,
     aten.norm.Scalar: _norm,
     aten.norm.ScalarOpt_dim: _norm,
@@ -808,11 +858,11 @@ class SpentGrad(_Gradient):
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls,
-        func: Any,
-        types: Any,
+        func: OpOverload,
+        types: object,
         args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         if func is aten.detach.default:
             return args[0]
         if func is aten.add_.Tensor:

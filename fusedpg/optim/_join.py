@@ -11,7 +11,7 @@ import enum
 import math
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,9 @@ from torch.distributed.algorithms.join import Join, JoinHook
 
 from fusedpg import _agreement
 from fusedpg.optim._parameters import ParameterGroups
+
+if TYPE_CHECKING:
+    from fusedpg.optim._base import FusedOptimizer
 
 
 class Doing(enum.IntEnum):
@@ -39,7 +42,7 @@ _WORDS = 6
 
 # By group: the contexts of its optimizers in the order in which Join was given them, which is the
 # same on all ranks.
-_contexts: weakref.WeakKeyDictionary[Any, list[weakref.ref[JoinContext]]] = (
+_contexts: weakref.WeakKeyDictionary[dist.ProcessGroup, list[weakref.ref[JoinContext]]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -47,9 +50,7 @@ _contexts: weakref.WeakKeyDictionary[Any, list[weakref.ref[JoinContext]]] = (
 class JoinContext(ParameterGroups):
     """What an optimizer knows of a Join, which tells ranks that have joined what it does."""
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup, *, share: bool
-    ) -> None:
+    def __init__(self, optimizer: FusedOptimizer, group: dist.ProcessGroup, *, share: bool) -> None:
         super().__init__(optimizer, group, share=share)
         self.stepped = False  # since gradients were reduced for the last time
         self.shadow = False  # a joined rank, which has no data left
@@ -74,7 +75,7 @@ class JoinContext(ParameterGroups):
         self,
         doing: Doing,
         param: int = EVERY,
-        value: Any = 0.0,
+        value: float | torch.Tensor = 0.0,
         scale: torch.Tensor | None = None,
         found_inf: torch.Tensor | None = None,
     ) -> None:

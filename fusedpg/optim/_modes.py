@@ -10,13 +10,13 @@ what cannot have worked. The mode is chosen where the optimizer is made, by ``at
 from __future__ import annotations
 
 import weakref
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from fusedpg import _agreement
 from fusedpg.optim import _torch
@@ -32,7 +32,7 @@ from fusedpg.optim._bridge import (
 )
 from fusedpg.optim._gradients import ShardedGrad, SpentGrad, StepContext, end_all
 from fusedpg.optim._join import Doing
-from fusedpg.optim._parameters import laid_out, watch_gradient
+from fusedpg.optim._parameters import add_hook, laid_out
 
 
 class Mode:
@@ -76,7 +76,7 @@ class Mode:
         return 1
 
     def step(self, scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
-        """All of ``step()`` but its closure."""
+        """All of ``step()`` but its closure and its checks."""
 
     def end_before_loading(self) -> None:
         """State is going to be replaced: ends what backward has begun of a step, or raises."""
@@ -120,7 +120,7 @@ class Manual(Mode):
 
     def __init__(self, context: StepContext) -> None:
         super().__init__(context)
-        self._watches: list[Any] = []  # hooks of parameters
+        self._watches: list[RemovableHandle] = []  # of parameters
 
     # --- parameters and their gradients -------------------------------------------------
 
@@ -130,12 +130,27 @@ class Manual(Mode):
                 dist.broadcast(param.data, group=self.context.group, group_src=0)
 
     def watch(self, params: list[torch.Tensor]) -> None:
-        """Has ``p.grad`` know that it is one rank's part of a gradient."""
+        """Has ``p.grad`` know that it is one rank's part of a gradient.
+
+        The extension adds a gradient to the ``ShardedGrad`` that stood there before, if nobody has
+        kept that one, and otherwise asks Python. Frozen parameters may be unfrozen later.
+        """
+        this, gradients = weakref.ref(self.context), self.context.gradients
+
+        @_torch.uncompiled
+        def accumulated(param: torch.Tensor) -> None:
+            context, grad = this(), param.grad
+            if context is None or not context.mode.manual or type(grad) is not torch.Tensor:
+                return
+            if grad.layout == torch.strided:
+                param.grad = ShardedGrad(param, gradients, unreduced=laid_out(grad, param))
+                gradients.changed()
+
         for param in params:
-            hook = watch_gradient(
-                param, self.context, _accumulated, self.context.gradients, ShardedGrad
+            watch = self.context.extension.LocalWatch(
+                ShardedGrad, this, accumulated, gradients.norms_known, gradients.changed
             )
-            self._watches.append(hook)
+            self._watches.append(add_hook(param, watch))
 
     def leave(self) -> None:
         for handle in self._watches:
@@ -145,8 +160,6 @@ class Manual(Mode):
     # --- the step -----------------------------------------------------------------------
 
     def step(self, scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
-        if self.context.memory.shared:
-            self.context.check_shared()
         if found_inf is not None:
             if not isinstance(found_inf, torch.Tensor):
                 raise RuntimeError(
@@ -200,16 +213,6 @@ def _found_anywhere(context: StepContext, found_inf: torch.Tensor) -> torch.Tens
             "optimizer.reduce_gradients() first, or set it on all ranks"
         )
     return most
-
-
-def _accumulated(context: StepContext, param: torch.Tensor) -> None:
-    """Autograd's news of a gradient."""
-    grad = param.grad
-    if not context.mode.manual or type(grad) is not torch.Tensor:
-        return
-    if grad.layout == torch.strided:
-        param.grad = ShardedGrad(param, context.gradients, unreduced=laid_out(grad, param))
-        context.gradients.changed()
 
 
 def reduce_gradients(context: StepContext) -> dict[int, int]:
@@ -386,10 +389,7 @@ def _is_captured(device: torch.device) -> bool:
 
 
 def start_reduction(
-    context: StepContext,
-    gradients: list[Gradient],
-    used: torch.Tensor | None,
-    shadow: bool,
+    context: StepContext, gradients: list[Gradient], used: Flags, shadow: bool
 ) -> None:
     """Starts the reduction of some gradients, whatever they are."""
     context.check_layouts([gradient.param for gradient in gradients])
@@ -404,7 +404,7 @@ def start_reduction(
 
 
 def follow_reduction(
-    context: StepContext, gradients: list[Gradient], used: torch.Tensor | None, work: Any
+    context: StepContext, gradients: list[Gradient], used: Flags, work: dist.Work | Combined
 ) -> None:
     """Has a reduction end in ``p.grad``: when it is done, ``output`` has it, of this rank's slice
     at least, and ``used`` whether any rank has used a parameter."""
@@ -464,7 +464,7 @@ def step_on_slices(
     if not params:
         return
     # Tensors, so that a GPU need not be waited for.
-    factor: Any = None if scale is None else scale.detach().double().reshape(())
+    factor = None if scale is None else scale.detach().double().reshape(())
     if context.max_grad_norm is not None:
         norm = context.gradients.total_norm(2.0)
         norm = norm if factor is None else norm / factor
@@ -476,7 +476,7 @@ def step_on_slices(
         works = context.fused_step(
             [params[i] for i in mine],
             # The operation's scale is float32, which is too coarse for float64.
-            [slices[i] / factor if wide else slices[i] for i in mine],
+            [slices[i] / factor if wide and factor is not None else slices[i] for i in mine],
             reduced=True,
             grad_scale=None if wide or factor is None else _scalar(factor),
             found_inf=None if found_inf is None else _scalar(found_inf),
@@ -516,21 +516,11 @@ class Sharded(Attached):
 
         context.in_flight.append(finish)
 
-    def gradients_ready(
-        self,
-        gradients: list[Gradient],
-        used: torch.Tensor | None,
-        shadow: bool,
-    ) -> None:
+    def gradients_ready(self, gradients: list[Gradient], used: Flags, shadow: bool) -> None:
         self.context.stepped = False
         start_reduction(self.context, gradients, used, shadow)
 
-    def combined(
-        self,
-        gradients: list[Gradient],
-        used: torch.Tensor | None,
-        work: Combined,
-    ) -> None:
+    def combined(self, gradients: list[Gradient], used: Flags, work: Combined) -> None:
         self.context.stepped = False
         self.context.check_layouts([gradient.param for gradient in gradients])
         follow_reduction(self.context, gradients, used, work)
@@ -541,8 +531,6 @@ class Sharded(Attached):
     # --- after it -----------------------------------------------------------------------
 
     def step(self, scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
-        if self.context.memory.shared:
-            self.context.check_shared()
         self.context.wait()
         self.bridge.check_finished(self.context.named_parameters)
         params, slices = all_slices(self.context)
@@ -580,31 +568,17 @@ class Overlap(Attached):
 
     # --- in backward: the bridge's calls ------------------------------------------------
 
-    def bucket_ready(
-        self,
-        bucket: Bucket,
-        grads: list[torch.Tensor],
-        used: torch.Tensor | None,
-    ) -> None:
+    def bucket_ready(self, bucket: Bucket, grads: list[torch.Tensor], used: Flags) -> None:
         self._update(bucket.params, grads, used, shadow=False)
 
-    def gradients_ready(
-        self,
-        gradients: list[Gradient],
-        used: torch.Tensor | None,
-        shadow: bool,
-    ) -> None:
+    def gradients_ready(self, gradients: list[Gradient], used: Flags, shadow: bool) -> None:
         params = [gradient.param for gradient in gradients]
         self._update(params, [gradient.local for gradient in gradients], used, shadow)
         if used is not None:
             self._idle.update(gradient.param for gradient in gradients if not gradient.used)
 
     def _update(
-        self,
-        params: list[torch.Tensor],
-        grads: list[torch.Tensor],
-        used: torch.Tensor | None,
-        shadow: bool,
+        self, params: list[torch.Tensor], grads: list[torch.Tensor], used: Flags, shadow: bool
     ) -> None:
         """Starts the step of some parameters."""
         self.context.stepped = False
@@ -644,8 +618,6 @@ class Overlap(Attached):
         return self.bridge.buckets_left()
 
     def step(self, scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
-        if self.context.memory.shared:
-            self.context.check_shared()
         if scale is not None or found_inf is not None:
             raise RuntimeError("GradScaler needs overlap=False")
         updated, idle, applied = self._end_update()
@@ -683,7 +655,9 @@ class Overlap(Attached):
         for param in idle:
             param.grad = None
 
-    def _end_update(self) -> tuple[set[torch.Tensor], set[torch.Tensor], dict[int, Any]]:
+    def _end_update(
+        self,
+    ) -> tuple[set[torch.Tensor], set[torch.Tensor], dict[int, dict[str, object]]]:
         """What backward has done of the step; the next one begins anew, whatever this one does."""
         self._recompute.stop()
         done = set(self.updated), set(self._idle), self.applied
@@ -764,7 +738,7 @@ class RecomputeGuard:
 
     def __init__(self, updated: set[torch.Tensor]) -> None:
         self._updated = updated
-        self._handle: Any = None
+        self._handle: RemovableHandle | None = None
 
     def start(self) -> None:
         if self._handle is not None:
