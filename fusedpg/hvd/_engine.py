@@ -79,7 +79,9 @@ class Engine:
         timeline: where events go, if anywhere.
     """
 
-    def __init__(self, world: Any, settings: Settings, tuner: Tuner | None = None) -> None:
+    def __init__(
+        self, world: dist.ProcessGroup, settings: Settings, tuner: Tuner | None = None
+    ) -> None:
         self.rank, self.size = world.rank(), world.size()
         self.fusion_threshold, self.cycle_time = settings.fusion_threshold, settings.cycle_time
         self.tuner = tuner
@@ -174,7 +176,7 @@ class Engine:
                 self._urgent = True
                 self._wake.notify()
 
-    def wait_serving(self, operation: Operation, serve: Callable[[int], None]) -> Any:
+    def wait_serving(self, operation: Operation, serve: Callable[[int], None]) -> tuple[int, int]:
         """As :meth:`wait`, for an operation that joins: serves the others' turns meanwhile.
 
         Args:
@@ -407,7 +409,7 @@ class Engine:
         reductions = [r for r in responses if r.any.kind == c.ALLREDUCE and not r.error]
         moved = 0
         if reductions:
-            for call in fused_calls(reductions, self.fusion_threshold, _alike):
+            for call in fused_calls(reductions, self.fusion_threshold):
                 moved += self._allreduce(call)
         for response in responses:
             if response.error or response.any.kind != c.ALLREDUCE:
@@ -577,10 +579,3 @@ def _filled(output: Tensor, tensor: Tensor) -> Tensor:
     if output is not tensor:
         buffer.copy_(tensor)
     return buffer
-
-
-def _alike(response: Response) -> object:
-    signature = response.any
-    types = tuple(sorted(set(signature.dtypes)))
-    scale = signature.prescale, signature.postscale
-    return response.key[0], types, signature.op, *scale

@@ -31,7 +31,7 @@ DTYPES: dict[str, torch.dtype] = {
     for value in vars(torch).values()
     if isinstance(value, torch.dtype)
 }
-# What torch's Gloo reduces. It refuses other types in its threads, as it reports a lost peer.
+# Torch's Gloo reduces these types. It refuses others in its threads, as it reports a lost peer.
 _GLOO_REDUCES = {torch.uint8, torch.int8, torch.bool, torch.int32, torch.int64, torch.float16}
 _GLOO_REDUCES |= {torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
 # Adasum leaves an operand as it is whose squared norm is below the root of the smallest double.
@@ -40,7 +40,7 @@ _TINY = math.sqrt(2.2250738585072014e-308)
 
 @functools.lru_cache(maxsize=512)
 def _impossible(dtype: torch.dtype, op: int, scaled: bool, divides: bool) -> str:
-    """What torch says of a reduction's own arithmetic in a type; empty if it can be done."""
+    """Torch's error for a reduction's own arithmetic in a type; empty if it can be done."""
     try:
         one = [torch.zeros(1, dtype=dtype)]
         scale_(one, 0.5 if scaled else 1.0)
@@ -73,11 +73,6 @@ def nbytes(signature: Signature) -> int:
     """The bytes of one rank's tensors."""
     sizes = zip(signature.dtypes, signature.shapes)
     return sum(DTYPES[dtype].itemsize * math.prod(shape) for dtype, shape in sizes)
-
-
-def rows_of(rows: int, size: int) -> list[int]:
-    """How many rows each rank gets of a reduce-scatter: the first ranks one more."""
-    return [rows // size + (rank < rows % size) for rank in range(size)]
 
 
 def scale_(tensors: Iterable[Tensor], factor: float) -> None:
@@ -231,7 +226,8 @@ class Set:
         self._check({tensor.dtype}, signature)
         whole = tensor.clone(memory_format=torch.contiguous_format)
         scale_([whole], signature.prescale)
-        rows = rows_of(whole.shape[0], self.size)
+        each, more = divmod(whole.shape[0], self.size)
+        rows = [each + (rank < more) for rank in range(self.size)]
         begin = sum(rows[: self.rank])
         if len(set(rows)) == 1 and self.size > 1 and self.is_fused and whole.numel():
             own = whole.new_empty((rows[0], *whole.shape[1:]))
@@ -321,9 +317,7 @@ def splits_of(response: Response, ranks: Sequence[int]) -> list[list[int]]:
     return told
 
 
-def fused_calls(
-    responses: Iterable[Response], threshold: int, alike: Callable[[Response], object]
-) -> list[list[Response]]:
+def fused_calls(responses: Iterable[Response], threshold: int) -> list[list[Response]]:
     """Which all-reduces are one call each: those of one set, type, operation and scale.
 
     Every rank computes the same: it depends on what ranks have told each other alone.
@@ -331,7 +325,10 @@ def fused_calls(
     open_calls: dict[object, tuple[list[Response], int]] = {}
     calls: list[list[Response]] = []
     for response in responses:
-        key, size = alike(response), nbytes(response.any)
+        signature = response.any
+        types = tuple(sorted(set(signature.dtypes)))
+        scale = signature.prescale, signature.postscale
+        key, size = (response.key[0], types, signature.op, *scale), nbytes(signature)
         call, sofar = open_calls.get(key, ([], 0))
         if not call or sofar + size > threshold:
             call, sofar = [], 0

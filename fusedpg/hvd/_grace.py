@@ -32,7 +32,7 @@ class Grace:
 
     def __init__(
         self,
-        grace: Any,
+        grace: object,
         names: dict[Tensor, str],
         params: Sequence[Tensor],
         process_set: ProcessSet,

@@ -134,7 +134,7 @@ def broadcast_optimizer_state(
 
 
 class _Hole:
-    """What stands for a tensor while the rest of a state is sent."""
+    """Stands for a tensor while the rest of a state is sent."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.shape, self.dtype = tuple(tensor.shape), tensor.dtype

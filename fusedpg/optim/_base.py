@@ -1,4 +1,4 @@
-"""What the fused optimizers have in common."""
+"""The base of the fused optimizers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from fusedpg._refusal import tell, telling
 from fusedpg.functional import _backend
 from fusedpg.optim._bridge import CommHook, check_ddp, check_hook, check_hook_group
 from fusedpg.optim._checkpoint import WholeState, consolidate_in_trainer
-from fusedpg.optim._gradients import ShardedGrad, SpentGrad, StepContext, StepOptions
-from fusedpg.optim._join import Doing, StepOnJoin
+from fusedpg.optim._context import StepContext, StepOnJoin, StepOptions
+from fusedpg.optim._gradients import Doing, ShardedGrad, SpentGrad
 from fusedpg.optim._modes import (
     Attached,
     Detached,
@@ -256,7 +256,7 @@ class FusedOptimizer(WholeState, Joinable):
         self._context.check_layouts(params)
         self._state_changes()
         made = self._make_state(params)
-        # What one operation cannot mix: other state, and momentum buffers without a value.
+        # One operation cannot mix other state, and momentum buffers without a value.
         kinds: dict[tuple[tuple[str, ...], bool, bool], list[int]] = {}
         groups = [self._context.group_of[param] for param in params]
         for i, (param, number) in enumerate(zip(params, groups, strict=True)):

@@ -13,7 +13,7 @@ import collections
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,8 @@ from fusedpg._refusal import shared_errors, tell
 from fusedpg._registration import load_extension
 from fusedpg.functional import _backend
 from fusedpg.optim import _torch
-from fusedpg.optim._gradients import ShardedGrad, SpentGrad, StepContext, end_all
+from fusedpg.optim._context import StepContext
+from fusedpg.optim._gradients import ShardedGrad, SpentGrad, end_all
 from fusedpg.optim._parameters import Numbers, add_hook, laid_out
 
 _log = logging.getLogger("fusedpg")
@@ -41,7 +42,7 @@ _GETSTATE = "__getstate__"
 
 
 class Gradient(NamedTuple):
-    """What a rank knows of the gradient of a parameter."""
+    """The facts that a rank has about the gradient of a parameter."""
 
     param: torch.Tensor
     local: torch.Tensor  # this rank's
@@ -149,18 +150,6 @@ class Exchange:
             self._buffer.copy_(result.view_as(self._buffer))
 
 
-class Combined:
-    """The part of a bucket that belongs to one optimizer, as a work that its mode waits for."""
-
-    def __init__(self, exchange: Exchange, asked: dist.Work | None) -> None:
-        self._exchange, self._asked = exchange, asked
-
-    def wait(self) -> None:
-        if self._asked is not None:
-            self._asked.wait()
-        self._exchange.wait()
-
-
 class BucketOwner:
     """A mode of an optimizer that takes gradients of a DDP: what the bridge calls."""
 
@@ -174,8 +163,10 @@ class BucketOwner:
         """A bucket in any other case."""
         raise NotImplementedError
 
-    def combined(self, gradients: list[Gradient], used: Flags, work: "Combined") -> None:
-        """A bucket that a hook of the user's combines."""
+    def combined(
+        self, gradients: list[Gradient], used: Flags, works: Sequence[dist.Work | Exchange]
+    ) -> None:
+        """A bucket that a hook of the user's combines; it is there when these works are done."""
         raise NotImplementedError
 
     def nested_done(self) -> None:
@@ -296,7 +287,7 @@ class Bridge:
             ddp.register_forward_hook(bridge._after_forward),
         ]
         setattr(ddp, _ATTRIBUTE, bridge)
-        # What copy and pickle ask for. Of a class they would ask, too, but it is torch's.
+        # Copy and pickle ask for it. They would ask the class, too, but that is torch's.
         setattr(ddp, _GETSTATE, bridge._state_of_module)
         bridge.add(mode, params)
         return bridge
@@ -412,7 +403,7 @@ class Bridge:
         return ddp is not None and _torch.divides_by_active(ddp)
 
     def buckets_left(self) -> int:
-        """Of a backward that is under way, or else of the next one."""
+        """The buckets left in a backward that is under way, or else those of the next one."""
         ddp = self._ddp()
         every = 0 if ddp is None else len(_torch.buckets(ddp))
         return every - self._begun if self._watch.armed else every
@@ -564,7 +555,7 @@ class Bridge:
     # --- one bucket -----------------------------------------------------------------------
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """What DDP calls. Peers hear of what this rank raises before it begins an operation."""
+        """DDP calls it. Peers hear of what this rank raises before it begins an operation."""
         ddp, buffer = self._ddp(), bucket.buffer()
         assert ddp is not None
         self._begun += 1
@@ -583,8 +574,8 @@ class Bridge:
             result: torch.futures.Future[torch.Tensor] | None = None
             if buffer.layout != torch.strided:
                 result = self._reduce_sparse(bucket, params, ddp)
-            elif shadow or not self._reduce_taken(bucket, buffer, params, ddp):
-                self._reduce_each(bucket, buffer, params, shadow, ddp)
+            elif shadow or not self._reduce_taken(bucket, params, ddp):
+                self._reduce_each(bucket, params, shadow, ddp)
             if bucket.is_last() and shadow:
                 end_all([mode.shadow_done for mode in self._modes])
             elif bucket.is_last():
@@ -604,7 +595,7 @@ class Bridge:
     def _reduce_sparse(
         self, bucket: GradBucket, params: list[torch.Tensor], ddp: DistributedDataParallel
     ) -> "torch.futures.Future[torch.Tensor] | None":
-        """What DDP does, with a sparse gradient that is no optimizer's of ours."""
+        """Reduces a sparse gradient that is no optimizer's of ours, as DDP does."""
         buffer = bucket.buffer()
         if any(self._owner(param) is not None for param in params):
             raise RuntimeError("fused optimizers do not take sparse gradients; use sparse=False")
@@ -622,14 +613,10 @@ class Bridge:
         return None
 
     def _reduce_taken(
-        self,
-        bucket: GradBucket,
-        buffer: torch.Tensor,
-        params: list[torch.Tensor],
-        ddp: DistributedDataParallel,
+        self, bucket: GradBucket, params: list[torch.Tensor], ddp: DistributedDataParallel
     ) -> bool:
         """The usual case: all gradients of the bucket were taken."""
-        known = self._buckets.get(bucket.index())
+        known, buffer = self._buckets.get(bucket.index()), bucket.buffer()
         if (
             known is None
             or known.address != buffer.data_ptr()
@@ -651,11 +638,11 @@ class Bridge:
     def _reduce_each(
         self,
         bucket: GradBucket,
-        buffer: torch.Tensor,
         params: list[torch.Tensor],
         shadow: bool,
         ddp: DistributedDataParallel,
     ) -> None:
+        buffer = bucket.buffer()
         mine: dict[BucketOwner, list[Gradient]] = collections.defaultdict(list)
         others = []
         offset = 0
@@ -699,7 +686,7 @@ class Bridge:
             self._buckets[bucket.index()] = known
 
     def _return_taken(self, param: torch.Tensor) -> None:
-        """Of a parameter that has no optimizer any more."""
+        """Gives back the gradient of a parameter that has no optimizer any more."""
         number = self._number.get(param)
         taken = None if number is None else self._watch.take(number)
         if taken is not None:
@@ -738,7 +725,7 @@ class Bridge:
     def _facts(
         self, gradients: list[_OfDdp], shadow: bool, group: dist.ProcessGroup
     ) -> list[float]:
-        """Of parameters of no optimizer of ours: how many ranks have data, and for each parameter
+        """For parameters of no optimizer of ours: how many ranks have data, and for each parameter
         how many use it. DDP has to be told less when it does it itself."""
         for param, _ in gradients:
             if not isinstance(param.grad, (ShardedGrad, SpentGrad)):
@@ -749,18 +736,17 @@ class Bridge:
                     "fused optimizer, or that is gone, and its gradient of an earlier backward "
                     "was not dropped: call zero_grad() of the model before the next backward"
                 )
-            else:
-                raise RuntimeError(
-                    f"a parameter of shape {tuple(param.shape)} belongs to two "
-                    "DistributedDataParallel modules, and the fused optimizer of one of them has "
-                    "its gradient: put both modules into one DistributedDataParallel"
-                )
+            raise RuntimeError(
+                f"a parameter of shape {tuple(param.shape)} belongs to two "
+                "DistributedDataParallel modules, and the fused optimizer of one of them has its "
+                "gradient: put both modules into one DistributedDataParallel"
+            )
         facts = torch.tensor([float(not shadow), *(p.grad is not None for p, _ in gradients)])
         dist.all_reduce(facts, group=group)
         return facts.tolist()
 
     def _all_reduce(self, gradients: list[_OfDdp], shadow: bool, group: dist.ProcessGroup) -> None:
-        """What DDP does without a hook, for parameters of no optimizer of ours."""
+        """Reduces parameters of no optimizer of ours, as DDP does without a hook."""
         if not gradients:
             return
         ranks, *uses = self._facts(gradients, shadow, group)
@@ -810,8 +796,8 @@ class Bridge:
         }
         exchange = Exchange(self._comm_hook, bucket, buffer, taken)
         for owner, gradients in mine.items():
-            work = Combined(exchange, asked.get(owner))
-            owner.combined(gradients, flags[owner], work)
+            works = [asked[owner], exchange] if owner in asked else [exchange]
+            owner.combined(gradients, flags[owner], works)
         if not shadow:
             there = [pair for pair, used in zip(others, uses, strict=True) if used]
 
@@ -882,7 +868,7 @@ def _used(gradients: list[Gradient], ddp: DistributedDataParallel, device: torch
 
 
 def _place(param: torch.Tensor, grad: torch.Tensor) -> None:
-    """Of a parameter of DDP's, which was told to leave ``p.grad`` alone."""
+    """Sets the gradient of a parameter of DDP's, which was told to leave ``p.grad`` alone."""
     if param.grad is None:
         param.grad = grad.clone()
     elif param.grad.data_ptr() != grad.data_ptr():

@@ -1,4 +1,4 @@
-"""What stands in ``p.grad`` between a backward that reduced gradients and ``step()``.
+"""The objects in ``p.grad`` between a backward that reduced gradients and ``step()``.
 
 After the reduce-scatter a rank holds the combined gradient of its slice alone. A plain tensor of
 the parameter's shape would hold garbage elsewhere, and clipping by it would go wrong silently. So
@@ -8,19 +8,18 @@ all ranks' slices; anything else raises.
 
 from __future__ import annotations
 
+import enum
 import functools
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, TypedDict
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from fusedpg._refusal import telling
 from fusedpg._registration import load_extension
 from fusedpg.functional import group_info
-from fusedpg.optim._join import EVERY, NO_SCALE, Doing, JoinContext
 from fusedpg.optim._parameters import GONE
 from fusedpg.optim._torch import (
     called_by_engine,
@@ -31,30 +30,29 @@ from fusedpg.optim._torch import (
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
-    from typing_extensions import Self, Unpack
+    from typing_extensions import Self
 
-    from fusedpg.optim._base import FusedOptimizer
+    from fusedpg.optim._context import StepContext
 
 aten = torch.ops.aten
 
 Factor = float | torch.Tensor
 
 
-class Reduction(TypedDict):
-    """How operations combine the ranks' gradients."""
+class Doing(enum.IntEnum):
+    """The next thing that a rank with data does with an optimizer's gradients."""
 
-    mean: bool
-    weight: float | None  # of this rank's gradients; None: all ranks count alike
+    STEP = enum.auto()
+    REDUCE = enum.auto()
+    NORMS = enum.auto()  # value: their order
+    UNSCALE = enum.auto()  # value: the factor; of gradients of the type of one parameter's
+    MULTIPLY = enum.auto()
+    DIVIDE = enum.auto()
+    ZERO = enum.auto()
 
 
-class StepOptions(TypedDict, total=False):
-    """What a step does besides updating parameters."""
-
-    reduced: bool  # gradients are slices that were reduced before; else it reduces them
-    mean: bool  # as in `Reduction`
-    weight: float | None
-    grad_scale: torch.Tensor | None
-    found_inf: torch.Tensor | None
+EVERY = -1  # in place of a parameter's number
+NO_SCALE = -1.0  # no scale
 
 
 def end_all(finishers: Iterable[Callable[[], None]]) -> None:
@@ -70,127 +68,8 @@ def end_all(finishers: Iterable[Callable[[], None]]) -> None:
         raise first
 
 
-class StepContext(JoinContext):
-    """What modes, gradients and the bridge to a DDP know of an optimizer: its interface."""
-
-    def __init__(
-        self,
-        optimizer: FusedOptimizer,
-        group: dist.ProcessGroup,
-        *,
-        share: bool,
-        mean: bool,
-        max_grad_norm: float | None,
-    ) -> None:
-        super().__init__(optimizer, group, share=share)
-        self.mean = mean
-        self.max_grad_norm = max_grad_norm
-        self.weight: float | None = None  # of this rank's gradients in the mean
-        self.in_flight: list[Callable[[], None]] = []  # what ends operations under way
-        self.gradients = GradContext(self)
-
-    # --- operations under way -------------------------------------------------------------
-
-    def telling(self) -> telling:
-        """For a block in which the other ranks communicate: they hear of what this one raises."""
-        return telling(
-            self.group,
-            when=lambda: self.device().type == "cpu",
-            times=lambda: self.mode.operations_ahead(),
-        )
-
-    def wait(self) -> None:
-        """For work under way that changes gradients, parameters or state."""
-        try:
-            if self.in_flight:
-                self.end_operations()
-        finally:
-            if self.bridge is not None and self.bridge.replaced:
-                self.bridge.restore()
-
-    def end_operations(self) -> None:
-        in_flight, self.in_flight = self.in_flight, []
-        if in_flight:
-            # Before they end: known norms hold gradients, which could not be reused.
-            self.gradients.changed()
-            end_all(in_flight)
-
-    def reduction(self, shadow: bool) -> Reduction:
-        """How the next operation combines the ranks' gradients."""
-        weight, bridge = self.weight, self.bridge
-        if weight is None and bridge is not None and bridge.weighted_by_joining():
-            weight = 1.0
-        if weight is not None and shadow:
-            weight = 0.0
-        return {"mean": self.mean, "weight": weight}
-
-    def fused_step(
-        self,
-        params: list[torch.Tensor],
-        grads: list[torch.Tensor],
-        used: torch.Tensor | None = None,
-        **options: Unpack[StepOptions],
-    ) -> list[Callable[[], None]]:
-        """Starts the step of some parameters. Returns what ends its operations."""
-        optimizer = self._reference() or self.optimizer()  # which raises
-        return optimizer._fused_step(params, grads, used=used, **options)
-
-    def drop_gradients(self) -> None:
-        self.extension.set_gradients(self.parameters(), None)
-
-    def joined(self) -> None:
-        """This rank has no data left, and nobody calls ``zero_grad()`` after its last step."""
-        if self.stepped:
-            self.drop_gradients()
-
-    def reduce(self) -> None:
-        """Everything that is not reduced yet."""
-        with self.telling():
-            self.mode.reduce_asked()
-
-    def number_of(self, gradient: ShardedGrad) -> int:
-        param = gradient.param()
-        return next(i for i, p in enumerate(self.parameters()) if p is param)
-
-    def follow(
-        self, doing: Doing, param: int, value: float, scale: float, found_inf: float
-    ) -> None:
-        if self.mode.manual and not self.follows:
-            self.drop_gradients()  # of its own last step
-        self.follows = True
-        if doing is Doing.STEP:
-            self.optimizer()._shadow_step(None if scale == NO_SCALE else scale, bool(found_inf))
-            self.followed, self.follows = True, False
-            return
-        self.shadow = True
-        try:
-            self._follow_change(doing, param, value)
-        finally:
-            self.shadow = False
-
-    def _follow_change(self, doing: Doing, param: int, value: float) -> None:
-        if doing is Doing.REDUCE:
-            self.optimizer().reduce_gradients()
-        elif doing is Doing.NORMS:
-            norms([gradient.local() for gradient in self.gradients.gradients()], value, self.group)
-        elif doing is Doing.UNSCALE:
-            dtype = self.parameters()[param].dtype
-            grads = [gradient for gradient in self.gradients.gradients() if gradient.dtype == dtype]
-            device = self.device()
-            _unscale_(grads, torch.zeros(1, device=device), torch.tensor(value, device=device))
-        elif param == EVERY:
-            self.gradients.multiply(value)
-        else:
-            grad = self.parameters()[param].grad
-            assert grad is not None
-            if doing is Doing.ZERO:
-                _zero_(grad)
-            else:
-                (_mul_ if doing is Doing.MULTIPLY else _div_)(grad, value)
-
-
 class GradContext:
-    """What the gradients of one optimizer share: their norms, and what has multiplied them.
+    """State that the gradients of one optimizer share: their norms, and their factors.
 
     ``torch.nn.utils.clip_grad_norm_`` asks for one norm after the other; the first question
     computes those of all gradients, in one collective. Every rank must ask.
@@ -254,7 +133,7 @@ class GradContext:
         return next((g.slice() for g in self.gradients() if g.holds_reduced()), None)
 
     def note(self, text: str) -> None:
-        """What multiplies reduced gradients now, in words that must be the same on all ranks."""
+        """Notes a factor of reduced gradients, in words that must be the same on all ranks."""
         # A rank that has joined multiplies by what the others tell it.
         if self.owner().world_size == 1 or self.joining() is not None:
             return
@@ -429,7 +308,7 @@ class _Gradient(torch.Tensor):
 
     @property
     def context(self) -> GradContext:
-        """What the gradients of one optimizer share."""
+        """State that the gradients of one optimizer share."""
         return self._context
 
     def param(self) -> torch.Tensor | None:
@@ -444,7 +323,7 @@ class _Gradient(torch.Tensor):
             if bridge is not None:
                 bridge.rebound(param, self, memory)  # type: ignore[arg-type]
 
-    # What would go past __torch_dispatch__.
+    # These would go past __torch_dispatch__.
 
     @property
     def data(self) -> torch.Tensor:
@@ -517,7 +396,7 @@ class ShardedGrad(_Gradient):
         return self._slice
 
     def unreduced(self) -> torch.Tensor | None:
-        """What backward has added since the last reduction, as a gradient of this rank."""
+        """The sum of what backward has added since the last reduction, this rank's alone."""
         return self._unreduced
 
     def parts(self) -> list[torch.Tensor]:
@@ -539,7 +418,7 @@ class ShardedGrad(_Gradient):
             self._unreduced = None
 
     def version(self) -> int:
-        """Of the slice's values, as autograd counts writes."""
+        """The version of the slice's values, as autograd counts writes."""
         return -1 if self._slice is None else self._slice._version
 
     def is_reduced(self) -> bool:
@@ -666,7 +545,7 @@ def _foreach_norm(
 
 
 def _announce_change(gradient: ShardedGrad, doing: Doing, value: Factor = 0.0) -> None:
-    """Of one gradient, if others have slices of it and it is still to be applied."""
+    """Announces a change of one gradient, if others have slices of it and no step has used it."""
     owner = gradient.context.joining()
     if owner is not None and gradient.holds_reduced() and not owner.stepped:
         owner.announce(doing, owner.number_of(gradient), value)
@@ -688,6 +567,14 @@ def _number(func: Callable[..., torch.Tensor], grad: torch.Tensor, other: Factor
 
 _mul_ = functools.partial(_number, torch.Tensor.mul_)
 _div_ = functools.partial(_number, torch.Tensor.div_)
+
+
+def change(grad: torch.Tensor, doing: Doing, value: float) -> None:
+    """Zeros, multiplies or divides a gradient."""
+    if doing is Doing.ZERO:
+        _zero_(grad)
+    else:
+        (_mul_ if doing is Doing.MULTIPLY else _div_)(grad, value)
 
 
 def _zero_(grad: torch.Tensor) -> torch.Tensor:
@@ -786,7 +673,7 @@ def _foreach_copy_(
         (_copy_ if isinstance(source, _Gradient) else torch.Tensor.copy_)(target, source)
 
 
-def _unscale_(
+def unscale_(
     grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor
 ) -> None:
     parts = [grad.local() if isinstance(grad, ShardedGrad) else grad for grad in grads]
@@ -820,7 +707,7 @@ _HANDLERS: dict[OpOverload, Callable[..., object]] = {
     aten.copy_.default: _copy_,
     aten._foreach_copy_.default: _foreach_copy_,
     aten.detach.default: lambda grad: grad,
-    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale_,
+    aten._amp_foreach_non_finite_check_and_unscale_.default: unscale_,
 }
 
 

@@ -10,6 +10,7 @@ what cannot have worked. The mode is chosen where the optimizer is made, by ``at
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -24,19 +25,19 @@ from fusedpg.optim._bridge import (
     Bridge,
     Bucket,
     BucketOwner,
-    Combined,
     CommHook,
+    Exchange,
     Flags,
     Gradient,
     unsynchronised,
 )
-from fusedpg.optim._gradients import ShardedGrad, SpentGrad, StepContext, end_all
-from fusedpg.optim._join import Doing
+from fusedpg.optim._context import StepContext
+from fusedpg.optim._gradients import Doing, ShardedGrad, SpentGrad, end_all
 from fusedpg.optim._parameters import add_hook, laid_out
 
 
 class Mode:
-    """What optimizers ask of their mode; by itself it has no objections, and nothing to do."""
+    """The base of modes, which objects to nothing and has nothing to do."""
 
     manual = False  # nobody has told the optimizer of a DDP, so it watches gradients itself
     tells = True  # under Join what it does with gradients, as ranks that have joined do it, too
@@ -64,7 +65,7 @@ class Mode:
         self.check()
 
     def not_reduced(self, name: str) -> str:
-        """What is wrong with a plain gradient among others that are ours."""
+        """Says what is wrong with a plain gradient among others that are ours."""
         return (
             f"the gradient of parameter {name} was put in by hand and is not reduced over "
             "ranks, but others are: call optimizer.reduce_gradients() before clipping"
@@ -254,7 +255,7 @@ def reduce_gradients(context: StepContext) -> dict[int, int]:
             flags = _flags(context, [used[i] for i in members])
             mine = [gradients[i] for i in members]
             start_reduction(context, mine, flags, context.shadow)
-            # Where a rank refuses the first of them it does not begin the others.
+            # A rank that refuses the first of them does not begin the others.
             context.wait()
     context.wait()
     return missing
@@ -359,7 +360,7 @@ def _local_gradients(
 
 
 def _frozen_with_gradient(context: StepContext) -> set[torch.Tensor]:
-    """Who freezes a parameter does it on all ranks; a gradient that one has still counts."""
+    """Frozen parameters, on all ranks, of which some rank still has a gradient, which counts."""
     frozen = [p for p in context.parameters() if not p.requires_grad]
     mine = [param.grad is not None for param in frozen]
     if frozen and not _is_captured(context.device()):
@@ -400,14 +401,17 @@ def start_reduction(
         async_op=True,
         **context.reduction(shadow),
     )
-    follow_reduction(context, gradients, used, work)
+    follow_reduction(context, gradients, used, [] if work is None else [work])
 
 
 def follow_reduction(
-    context: StepContext, gradients: list[Gradient], used: Flags, work: dist.Work | Combined
+    context: StepContext,
+    gradients: list[Gradient],
+    used: Flags,
+    works: Sequence[dist.Work | Exchange],
 ) -> None:
-    """Has a reduction end in ``p.grad``: when it is done, ``output`` has it, of this rank's slice
-    at least, and ``used`` whether any rank has used a parameter."""
+    """Has a reduction end in ``p.grad``: when its works are done, ``output`` has at least this
+    rank's slice of it, and ``used`` says whether any rank has used a parameter."""
     # DDP must find None to leave p.grad alone. What an earlier backward has reduced stays.
     reduced = []
     for param, _, output, earlier, _ in gradients:
@@ -416,7 +420,8 @@ def follow_reduction(
     del gradients  # the work holds them until it is done
 
     def finish() -> None:
-        work.wait()
+        for work in works:
+            work.wait()
         flags = [True] * len(reduced) if used is None else used.tolist()
         for (param, local, before), flag in zip(reduced, flags, strict=True):
             if before is not None:
@@ -520,10 +525,12 @@ class Sharded(Attached):
         self.context.stepped = False
         start_reduction(self.context, gradients, used, shadow)
 
-    def combined(self, gradients: list[Gradient], used: Flags, work: Combined) -> None:
+    def combined(
+        self, gradients: list[Gradient], used: Flags, works: Sequence[dist.Work | Exchange]
+    ) -> None:
         self.context.stepped = False
         self.context.check_layouts([gradient.param for gradient in gradients])
-        follow_reduction(self.context, gradients, used, work)
+        follow_reduction(self.context, gradients, used, works)
 
     def backward_done(self) -> None:
         self.context.end_operations()
@@ -540,7 +547,7 @@ class Sharded(Attached):
 def _placeholders(
     context: StepContext, bucket: Bucket, slices: list[torch.Tensor]
 ) -> list[ShardedGrad]:
-    """What stands in ``p.grad`` when a bucket is reduced: the objects of the pass before, unless
+    """The objects in ``p.grad`` when a bucket is reduced: those of the pass before, unless
     somebody has kept or changed one. Otherwise there would be Python for every parameter."""
     extension, known = context.extension, bucket.grads
     found = extension.reduced_slices(known, ShardedGrad) if extension.only_here(known) else None
@@ -658,7 +665,7 @@ class Overlap(Attached):
     def _end_update(
         self,
     ) -> tuple[set[torch.Tensor], set[torch.Tensor], dict[int, dict[str, object]]]:
-        """What backward has done of the step; the next one begins anew, whatever this one does."""
+        """Returns what backward has done of the step; the next one begins anew in any case."""
         self._recompute.stop()
         done = set(self.updated), set(self._idle), self.applied
         self.updated.clear()
@@ -716,7 +723,7 @@ def _check_unedited(
 
 
 def _hyperparameters(context: StepContext, number: int) -> dict[str, object]:
-    """What the step reads of a group. Of tensors which it is and its version: comparing values
+    """The hyperparameters of a group; for tensors, identity and version: comparing values
     would wait for a GPU."""
     optimizer = context.optimizer()
     return {

@@ -201,7 +201,7 @@ class ParameterGroups:
 
     @property
     def mode(self) -> Mode:
-        """What the optimizer does otherwise with a DDP than without."""
+        """Mode-specific behaviour: with a DDP, or without."""
         return self.optimizer()._mode
 
     def parameters(self) -> list[torch.Tensor]:
@@ -262,7 +262,7 @@ class ParameterGroups:
         return tensor.detach().as_strided([length], [1], tensor.storage_offset() + offset)
 
     def owned_slices(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Of tensors laid out as their parameters."""
+        """This rank's slices of tensors laid out as their parameters."""
         return self.extension.owned_slices(tensors, self.world_size, self.rank)
 
     def check_layouts(self, params: list[torch.Tensor]) -> None:
@@ -273,7 +273,7 @@ class ParameterGroups:
                 self._adapt_layout(param)
 
     def check_known(self, param: torch.Tensor) -> None:
-        """What may be wrong with a parameter whose gradient was not reduced."""
+        """Raises if something is wrong with a parameter whose gradient was not reduced."""
         if param not in self.layouts:
             self.group_of.__missing__(param)
         if self.bridge is not None:

@@ -19,11 +19,10 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
 
 from fusedpg.hvd import _membership
 from fusedpg.hvd.run import hosts as found
-from fusedpg.hvd.run.host import Host
+from fusedpg.hvd.run.host import Host, Message
 from fusedpg.hvd.run.options import Settings
 from fusedpg.hvd.run.output import Output
 from fusedpg.hvd.run.store import Store
@@ -191,7 +190,8 @@ class Driver:
             for slot in range(min(slots, left)):
                 self._workers.append(Worker(len(self._workers), self._host(name), slot))
             left -= min(slots, left)
-        self._wait_for_hosts()
+        while not all(host.ready for host in self._hosts.values()):
+            self._turn()
         self._generation = 0
         self._serve_generation()
         for worker, place in self._places(self._workers):
@@ -229,10 +229,6 @@ class Driver:
             host = self._hosts[name] = Host(name, self.settings)
             self._selector.register(host.output, selectors.EVENT_READ, host)
         return self._hosts[name]
-
-    def _wait_for_hosts(self) -> None:
-        while not all(host.ready for host in self._hosts.values()):
-            self._turn()
 
     def _start(self, worker: Worker, variables: Mapping[str, str]) -> None:
         env = {**self._environ, **self.settings.variables, **variables}
@@ -278,7 +274,7 @@ class Driver:
                 for message in messages or ():
                     self._take(host, message)
 
-    def _take(self, host: Host, message: Mapping[str, Any]) -> None:
+    def _take(self, host: Host, message: Message) -> None:
         if "hello" in message:
             host.ready = True
         elif "output" in message:
