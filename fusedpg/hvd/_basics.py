@@ -473,10 +473,10 @@ def membership(process_set: ProcessSet) -> int:
         ValueError: the set was not added.
         HorovodInternalError: this process is not in it.
     """
-    set_id = process_set.process_set_id
-    ranks = None if set_id is None else engine().set_of(set_id)
+    set_id, own_engine = process_set.process_set_id, state().engine
+    ranks = None if set_id is None else own_engine.set_of(set_id)
     if set_id is None or ranks is None:
         raise ValueError(f"hvd: {process_set} was not added")
-    if rank() not in ranks:
-        raise HorovodInternalError(f"hvd: rank {rank()} is not in {process_set}")
+    if own_engine.rank not in ranks:
+        raise HorovodInternalError(f"hvd: rank {own_engine.rank} is not in {process_set}")
     return set_id

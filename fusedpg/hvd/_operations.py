@@ -56,8 +56,10 @@ def _begin(
 ) -> int:
     """Submits an operation on the tensors; its signature has more fields than kind and tensors."""
     key = membership(process_set), next_name(kind) if name is None else f"{kind}.{name}"
-    dtypes = tuple(str(tensor.dtype)[6:] for tensor in tensors)
-    signature = Signature(kind, dtypes, tuple(tuple(tensor.shape) for tensor in tensors), **more)
+    # Comprehensions of lists, as those of tuples take a frame for each tensor.
+    dtypes = (*[str(tensor.dtype)[6:] for tensor in tensors],)
+    shapes = (*[tuple(tensor.shape) for tensor in tensors],)
+    signature = Signature(kind, dtypes, shapes, **more)
     return begin(Operation(key, signature, tensors, outputs), finish)
 
 
@@ -204,7 +206,7 @@ _Reduction = tuple[int, float, float, ProcessSet]
 
 
 def _reduced(name: str | None, more: _Reduction, *tensors: Tensor) -> Results:
-    results = synchronize(grouped_allreduce_async(tensors, None, name, *more))
+    results = synchronize(_allreduce(tensors, False, None, name, *more))
     return results, lambda *grads: Collective.apply(partial(_reduced, None, more), *grads)
 
 
@@ -227,8 +229,11 @@ def grouped_allreduce(
     """
     with telling(c.ALLREDUCE, name, process_set):
         more = _op(op, average), prescale_factor, postscale_factor, process_set
-        sent = [compression.compress(tensor) for tensor in tensors]
-    results = Collective.apply(partial(_reduced, name, more), *(tensor for tensor, _ in sent))
+        plain = compression is Compression.none
+        sent = [(t, None) if plain else compression.compress(t) for t in tensors]
+    results = Collective.apply(partial(_reduced, name, more), *[tensor for tensor, _ in sent])
+    if plain:
+        return list(results)
     return [compression.decompress(result, ctx) for result, (_, ctx) in zip(results, sent)]
 
 
