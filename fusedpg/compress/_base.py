@@ -1,4 +1,4 @@
-"""What a compressor is."""
+"""The interface of compressors."""
 
 from __future__ import annotations
 
@@ -19,15 +19,19 @@ Payload = list[Tensor]
 """Flat tensors: all that the other ranks need besides what they know themselves."""
 
 
+Gradient = Tensor | list[Tensor]
+"""A flat gradient; or those of a unit, float32 on a CPU: tensors of one or more whole parameters
+each."""
+
+
 class Compensated(NamedTuple):
-    """What is to be compressed: v = beta * residual + gamma * grad.
+    """The value to compress: v = beta * residual + gamma * grad.
 
     Without a residual it is gamma * grad, and without a gradient the residual. A compressor leaves
-    in the residual v minus what it sends, and the gradient alone. Of a unit, float32 on a CPU, the
-    gradient is a list of tensors, each of which has one or more whole parameters.
+    in the residual v minus what it sends, and does not change the gradient.
     """
 
-    grad: Any
+    grad: Gradient | None
     residual: Tensor | None = None
     beta: float = 1.0
     gamma: float = 1.0
@@ -36,19 +40,24 @@ class Compensated(NamedTuple):
 
     def now(self) -> Tensor:
         """v of one gradient, in the residual's memory if there is a residual."""
+        grad = self.grad
+        assert not isinstance(grad, list)
         if self.residual is None:
-            grad: Tensor = self.grad
+            assert grad is not None
             return grad if self.gamma == 1 else grad * self.gamma
-        if self.grad is not None:
-            kernels.accumulate_(self.residual, self.grad, self.beta, self.gamma)
+        if grad is not None:
+            kernels.accumulate_(self.residual, grad, self.beta, self.gamma)
         return self.residual
 
 
 class Context(NamedTuple):
-    """What this rank's ``encode`` tells the decoding of all ranks' payloads."""
+    """Facts that this rank's ``encode`` hands to the decoding of all ranks' payloads."""
 
     piece: Piece
     own: Any = None
+
+
+Encoded = tuple[Payload, Context]
 
 
 class Compressor(abc.ABC):
@@ -86,7 +95,7 @@ class Compressor(abc.ABC):
     average: bool = True
     tensors_size_are_same: bool = True
     linear: bool = False
-    # What a memory may ask: whether payloads have the indices of what they send, and whether
+    # For memories: whether payloads have the indices of what they send, and whether
     # decompressed values have the gradients' magnitude.
     sparse: ClassVar[bool] = False
     keeps_magnitude: ClassVar[bool] = True
@@ -121,7 +130,7 @@ class Compressor(abc.ABC):
         """Whether a rank knows the types and sizes of the others' payloads by its own."""
         return False  # one's own may say so and be wrong
 
-    def encode(self, v: Compensated, piece: Piece) -> tuple[Payload, Context]:
+    def encode(self, v: Compensated, piece: Piece) -> Encoded:
         """The payload, and the context of decoding. What is lost is left in v's residual."""
         now = v.now()
         # A copy, as it may keep what it is given. A rank's shard of few elements may be empty, of
@@ -137,19 +146,13 @@ class Compressor(abc.ABC):
         """out = scale * what the ranks' payloads give together, added in the order of ranks."""
         if not out.numel():
             return
-        name = type(self).__name__
         values = []
         for rank, payload in enumerate(payloads):
             self._check_kinds(payload, rank, at)
             decompressed = self._decompressed(self._shaped(payload, at), at)
             values.append(decompressed.to(out.dtype))
         total = self.aggregate(values)
-        if not isinstance(total, Tensor) or total.numel() != out.numel():
-            found = f"{total.numel()} elements" if isinstance(total, Tensor) else repr(total)
-            raise TypeError(
-                f"{name}.aggregate() returns a tensor of {out.numel()} elements for "
-                f"{at.piece.name!r}, found {found}"
-            )
+        check_size(total, out.numel(), f"{type(self).__name__}.aggregate()", at.piece)
         if self.average:
             total = total / len(payloads)
         out.copy_((total if scale == 1 else total * scale).reshape(-1))
@@ -179,12 +182,12 @@ class Compressor(abc.ABC):
         """The context of another rank's piece; ``at`` is that of one's own."""
         if piece.numel == at.piece.numel:
             return at._replace(piece=piece)
-        # What one's own compressor says of its context is about this rank's piece.
+        # The context of a user's compressor is about this rank's piece.
         nothing = torch.zeros(piece.numel, dtype=piece.dtype, device=piece.device)
         return self.encode(Compensated(nothing), piece)[1]
 
     def as_compressed(self, payload: Payload, at: Context) -> tuple[Sequence[Tensor], object]:
-        """What ``compress`` returned, for ``decompress``."""
+        """The return value of ``compress``, for ``decompress``."""
         return self._shaped(payload, at), at.own[1]
 
     def finite(self, payload: Payload) -> bool:
@@ -202,7 +205,7 @@ class Compressor(abc.ABC):
 
     # --- of all parameters of a unit in one call, where a compressor can ---------------------
 
-    def encode_unit(self, v: Compensated, piece: Piece) -> Payload:
+    def encode_unit(self, v: Compensated, piece: Piece) -> Encoded:
         """``encode`` of each of a piece's parameters, in one payload."""
         raise NotImplementedError
 
@@ -213,13 +216,13 @@ class Compressor(abc.ABC):
         raise NotImplementedError
 
     def sent_of_unit(self, payload: Payload, piece: Piece) -> tuple[list[int], Tensor, Tensor]:
-        """Of sparse ones: how many elements of each parameter a payload has, their indices, and
+        """For sparse payloads: how many elements of each parameter it has, their indices, and
         their values."""
         raise NotImplementedError
 
     # --- what one's own is given and returns ---------------------------------------------
 
-    def _checked(self, returned: Any, piece: Piece) -> tuple[list[Tensor], object]:
+    def _checked(self, returned: object, piece: Piece) -> tuple[list[Tensor], object]:
         name = f"{type(self).__name__}.compress()"
         if not (isinstance(returned, tuple) and len(returned) == 2):
             raise TypeError(
@@ -264,13 +267,17 @@ class Compressor(abc.ABC):
 
     def _decompressed(self, tensors: Sequence[Tensor], at: Context) -> Tensor:
         values = self.decompress(tensors, at.own[1])
-        if not isinstance(values, Tensor) or values.numel() != at.piece.numel:
-            found = f"{values.numel()} elements" if isinstance(values, Tensor) else repr(values)
-            raise TypeError(
-                f"{type(self).__name__}.decompress() returns a tensor of {at.piece.numel} elements "
-                f"for {at.piece.name!r}, found {found}"
-            )
+        check_size(values, at.piece.numel, f"{type(self).__name__}.decompress()", at.piece)
         return values
+
+
+def check_size(value: object, numel: int, function: str, piece: Piece) -> None:
+    """Raises TypeError unless a function of the user's has returned a tensor of this size."""
+    if not isinstance(value, Tensor) or value.numel() != numel:
+        found = f"{value.numel()} elements" if isinstance(value, Tensor) else repr(value)
+        raise TypeError(
+            f"{function} returns a tensor of {numel} elements for {piece.name!r}, found {found}"
+        )
 
 
 def in_shape(flat: Tensor, piece: Piece) -> Tensor:
@@ -302,7 +309,7 @@ class Ours(Compressor):
     def context_of(self, piece: Piece, at: Context) -> Context:
         return at._replace(piece=piece)
 
-    def compress(self, tensor: Tensor, name: str) -> tuple[Sequence[Tensor], Any]:
+    def compress(self, tensor: Tensor, name: str) -> tuple[Sequence[Tensor], object]:
         runs = Runs((Run(name, 0, 0, tensor.numel(), tensor.shape),))
         piece = Piece(name, tensor.numel(), runs, 0, 1, 0, tensor.dtype, tensor.device, _no_state)
         return self.encode(Compensated(tensor.reshape(-1)), piece)
@@ -313,7 +320,7 @@ class Ours(Compressor):
         self.decode(out, [list(tensors)], 1.0, ctx)
         return in_shape(out, piece)
 
-    def as_compressed(self, payload: Payload, at: Context) -> tuple[Sequence[Tensor], Any]:
+    def as_compressed(self, payload: Payload, at: Context) -> tuple[Sequence[Tensor], object]:
         return payload, at
 
 

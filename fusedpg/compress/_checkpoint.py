@@ -26,7 +26,7 @@ def place(group: dist.ProcessGroup | None) -> str:
     return f"rank {rank} of ranks {', '.join(map(str, ranks))}"
 
 
-class RankStateDict(dict[str, Any]):
+class RankStateDict(dict[str, tuple[dict[str, object]]]):
     """``{"rank 1 of 4": ({...},)}``, whose values can be read by their own names, too.
 
     ``torch.distributed.checkpoint`` takes tensors with equal keys for copies of one and keeps
@@ -35,7 +35,7 @@ class RankStateDict(dict[str, Any]):
     to load into, and would get none of those of the checkpoint.
     """
 
-    def __init__(self, key: str, values: dict[str, Any]) -> None:
+    def __init__(self, key: str, values: dict[str, object]) -> None:
         super().__init__({key: (values,)})
 
     def __missing__(self, key: str) -> Any:
@@ -49,7 +49,7 @@ class RankStateDict(dict[str, Any]):
 
 
 def values_of(state_dict: Mapping[str, Any], own: str, memory: bool) -> Mapping[str, Any]:
-    """What a state dict has for this rank.
+    """The part of a state dict that is this rank's.
 
     Args:
         own: the rank's ``place``.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fusedpg.compress import _kernels as kernels
-from fusedpg.compress._base import Compensated, Context, Ours, Payload
+from fusedpg.compress._base import Compensated, Context, Encoded, Ours, Payload
 from fusedpg.compress._piece import Piece
 
 
@@ -18,7 +18,7 @@ class NoneCompressor(Ours):
     each_parameter = False
     linear = True
 
-    def encode(self, v: Compensated, piece: Piece) -> tuple[Payload, Context]:
+    def encode(self, v: Compensated, piece: Piece) -> Encoded:
         now = v.now()
         if v.residual is None:
             return [now], Context(piece)
@@ -42,7 +42,7 @@ class FP16(Ours):
     each_parameter = False
     linear = True
 
-    def encode(self, v: Compensated, piece: Piece) -> tuple[Payload, Context]:
+    def encode(self, v: Compensated, piece: Piece) -> Encoded:
         now = v.now()
         half = (now / piece.world_size).half()
         if v.residual is not None:

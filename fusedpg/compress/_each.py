@@ -7,14 +7,21 @@ on how gradients are grouped.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fusedpg.compress import _wire as wire
-from fusedpg.compress._base import Compensated, Compressor, Context, Ours, Payload
+from fusedpg.compress._base import (
+    Compensated,
+    Compressor,
+    Context,
+    Encoded,
+    Gradient,
+    Ours,
+    Payload,
+)
 from fusedpg.compress._piece import Parts, Piece
 from fusedpg.compress._quantisers import QSGD, Natural, TernGrad
 from fusedpg.compress._signs import EFSignSGD, OneBit
@@ -35,15 +42,6 @@ _UNIT_COMPRESSORS = frozenset(
 _UNIT_MEMORIES = frozenset({NoneMemory, ResidualMemory, EFSignSGDMemory, DGCMemory})
 
 
-def _in_one_call(compressor: Compressor, memory: Memory, piece: Piece) -> bool:
-    return (
-        type(compressor) in _UNIT_COMPRESSORS
-        and type(memory) in _UNIT_MEMORIES
-        and piece.dtype == torch.float32
-        and piece.device.type == "cpu"
-    )
-
-
 class EachParameter(Compressor):
     """A compressor that gets one parameter after the other. Its context has those of the
     parameters, and how many tensors each of them sends; or nothing, where they are done in one
@@ -61,7 +59,7 @@ class EachParameter(Compressor):
     def compress(self, tensor: Tensor, name: str) -> tuple[Sequence[Tensor], object]:
         return self.inner.compress(tensor, name)
 
-    def decompress(self, tensors: Sequence[Tensor], ctx: Any) -> Tensor:
+    def decompress(self, tensors: Sequence[Tensor], ctx: object) -> Tensor:
         return self.inner.decompress(tensors, ctx)
 
     def combine(
@@ -141,13 +139,16 @@ class EachParametersMemory(Memory):
     def scale(self) -> float:  # type: ignore[override]
         return self.inner.scale
 
-    def encode(
-        self, compressor: Compressor, grad: Tensor | Parts, piece: Piece
-    ) -> tuple[Payload, Context]:
-        assert isinstance(compressor, EachParameter)
-        if _in_one_call(compressor.inner, self.inner, piece):
+    def encode(self, compressor: Compressor, grad: Gradient | Parts, piece: Piece) -> Encoded:
+        assert isinstance(compressor, EachParameter) and not isinstance(grad, list)
+        if (
+            type(compressor.inner) in _UNIT_COMPRESSORS
+            and type(self.inner) in _UNIT_MEMORIES
+            and piece.dtype == torch.float32
+            and piece.device.type == "cpu"
+        ):
             sources = grad.sources if isinstance(grad, Parts) else [grad]
-            return self.inner.encode_unit(compressor.inner, sources, piece), Context(piece)
+            return self.inner.encode(compressor.inner, sources, piece)
         source = grad.source if isinstance(grad, Parts) else lambda a, b: grad[a:b]
         payload: Payload = []
         parts = []
@@ -167,7 +168,7 @@ class EachParametersMemory(Memory):
 
 
 def _parts(at: Context) -> list[tuple[int, int, int, int, Context]]:
-    """Of each parameter: its elements, its tensors in a payload, and its context."""
+    """Each parameter's range of elements, range of tensors in a payload, and context."""
     found, begin, first = [], 0, 0
     for count, inner in at.own:
         numel = inner.piece.numel

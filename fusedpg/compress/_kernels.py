@@ -11,24 +11,25 @@ import torch
 from fusedpg._registration import load_extension
 from fusedpg.compress import _reference
 
-_F = TypeVar("_F", bound=Callable[..., Any])
+_Result = TypeVar("_Result")
 
 
-def _chosen(reference: _F) -> _F:
+def _chosen(reference: Callable[..., _Result]) -> Callable[..., _Result]:
     """The extension's function for float32 on a CPU and for units, lists of tensors."""
     fast = None
 
     @functools.wraps(reference)
-    def call(*arguments: Any, **options: object) -> Any:
+    def call(*arguments: Any, **options: object) -> _Result:
         nonlocal fast
         first = arguments[0] if arguments[0] is not None else arguments[1]
         if isinstance(first, list) or (first.dtype == torch.float32 and first.is_cpu):
             if fast is None:
                 fast = getattr(extension(), reference.__name__)
-            return fast(*arguments, **options)
+            result: _Result = fast(*arguments, **options)
+            return result
         return reference(*arguments, **options)
 
-    return call  # type: ignore[return-value]
+    return call
 
 
 def extension() -> Any:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fusedpg.compress import _wire as wire
-from fusedpg.compress._base import Compensated, Context, Ours, Payload
+from fusedpg.compress._base import Compensated, Context, Encoded, Ours, Payload
 from fusedpg.compress._numbers import Whole
 from fusedpg.compress._piece import Piece
 
@@ -29,8 +29,8 @@ class PowerSGD(Ours):
     def __init__(self, compress_rank: int = 1) -> None:
         self.compress_rank = compress_rank
 
-    def encode(self, v: Compensated, piece: Piece) -> tuple[Payload, Context]:
-        """What is sent depends on what the others send: ``all_reduce`` does it."""
+    def encode(self, v: Compensated, piece: Piece) -> Encoded:
+        """Leaves the work to ``all_reduce``: messages depend on what the other ranks send."""
         now = v.now()
         return [now], Context(piece, v.residual)
 
@@ -116,7 +116,7 @@ class PowerSGD(Ours):
         return min(self.compress_rank, rows, columns)
 
     def _warm(self, matrices: list[tuple[int, Tensor]], kept: Tensor, piece: Piece) -> list[Tensor]:
-        """What Q was, or the same random numbers on all ranks."""
+        """The Q of the step before, or the same random numbers on all ranks."""
         found = []
         seeds = {begin: one.seed for begin, one in piece.each()}
         for at, matrix in matrices:

@@ -37,15 +37,18 @@ def real(
     fits &= at_most is None or number <= at_most
     if fits:
         return number
-    bounds = [
-        f"{text} {bound:g}"
-        for text, bound in (
-            ("at least", at_least), ("above", above), ("below", below), ("at most", at_most)
-        )
+    bounds = {"at least": at_least, "above": above, "below": below, "at most": at_most}
+    raise ValueError(f"{name} is a finite float32 number, {_in_words(bounds)}, got {value!r}")
+
+
+def _in_words(bounds: dict[str, float | None]) -> str:
+    # Large integers in full.
+    texts = [
+        f"{text} {bound if isinstance(bound, int) else format(bound, 'g')}"
+        for text, bound in bounds.items()
         if bound is not None
-    ]  # fmt: skip
-    wanted = " and ".join(bounds) or "any"
-    raise ValueError(f"{name} is a finite float32 number, {wanted}, got {value!r}")
+    ]
+    return " and ".join(texts) or "any"
 
 
 def whole(name: str, value: Any, *, at_least: int | None = None, at_most: int | None = None) -> int:
@@ -64,12 +67,8 @@ def whole(name: str, value: Any, *, at_least: int | None = None, at_most: int | 
     fits &= at_most is None or number <= at_most
     if fits:
         return number
-    bounds = [
-        f"{text} {bound}"
-        for text, bound in (("at least", at_least), ("at most", at_most))
-        if bound is not None
-    ]
-    raise ValueError(f"{name} is an integer, {' and '.join(bounds) or 'any'}, got {value!r}")
+    wanted = _in_words({"at least": at_least, "at most": at_most})
+    raise ValueError(f"{name} is an integer, {wanted}, got {value!r}")
 
 
 class Real:
@@ -81,17 +80,17 @@ class Real:
     def __set_name__(self, owner: type[object], name: str) -> None:
         self._name = name
 
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
+    def __get__(self, instance: object, owner: object = None) -> Any:
         if instance is None:
             return self
         return instance.__dict__[self._name]
 
-    def __set__(self, instance: Any, value: object) -> None:
+    def __set__(self, instance: object, value: object) -> None:
         instance.__dict__[self._name] = real(self._name, value, **self._bounds)
 
 
 class Whole(Real):
     """The same of integers."""
 
-    def __set__(self, instance: Any, value: object) -> None:
+    def __set__(self, instance: object, value: object) -> None:
         instance.__dict__[self._name] = whole(self._name, value, **self._bounds)  # type: ignore[arg-type]

@@ -27,7 +27,7 @@ _OTHER_NAMES = {
 _OTHER_KEYS = {"ratio": "compress_ratio", "quantum": "quantum_num"}
 # Without a meaning here: the group knows its size, and there is one exact top-k.
 _IGNORED = {"world_size", "kernel"}
-# Of MergeComp's helper, and of the state here.
+# Parameters of MergeComp's helper that are arguments of the state here.
 _FOR_STATE = {"fusion_num": "schedule", "params": "named_parameters"}
 
 

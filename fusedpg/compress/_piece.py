@@ -1,13 +1,13 @@
-"""What is compressed at once."""
+"""A piece of the gradients that is compressed at once."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from fusedpg._by_parameter import Kept
 from fusedpg.compress import _kernels as kernels
@@ -35,7 +35,9 @@ class Parts:
         return self.outputs[self._places[elements.start, elements.stop]]
 
 
-StateReader = Callable[[str, int, int, tuple[Any, ...]], torch.Tensor]
+Shared = tuple[dist.ProcessGroup, int, int]
+"""A group whose ranks share out a tensor, and where this rank's slice of it begins and ends."""
+StateReader = Callable[[str, int, int, tuple[Shared, ...]], torch.Tensor]
 
 _WORD = (1 << 64) - 1
 
@@ -89,7 +91,7 @@ class Runs(tuple[Run, ...]):
         return [run.key for run in self] or [0], [run.begin for run in self] or [0]
 
     def seeds(self, seed: int, own: int | None = None) -> list[int]:
-        """What ``Piece.seed`` is of each run's piece, or with a number ``Piece.own_seed``."""
+        """``Piece.seed`` of each run's piece; with ``own``, its ``Piece.own_seed``."""
         found: list[int] = kernels.extension().seeds(seed, *self._identities, own)
         return found
 
@@ -120,13 +122,15 @@ class Piece:
     _state: StateReader = dataclasses.field(repr=False)
     # A rank's second compression of the same slice: of the sum, for the way back.
     _again: bool = dataclasses.field(default=False, repr=False)
-    cache: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+    cache: dict[str, tuple[list[int], torch.Tensor]] = dataclasses.field(
+        default_factory=dict, repr=False, compare=False
+    )
     # The same as state(), unsettled, where that is of this piece alone.
     kept: Callable[[str], Kept] | None = dataclasses.field(default=None, repr=False)
 
     @property
     def shapes(self) -> tuple[torch.Size, ...]:
-        """Of the parameters; empty where the piece is not made of whole ones."""
+        """The parameters' shapes; empty where the piece is not made of whole parameters."""
         return tuple(run.shape for run in self.runs) if all(r.whole for r in self.runs) else ()
 
     @property
@@ -163,7 +167,7 @@ class Piece:
         return found
 
     def _of(self, begin: int, run: Run) -> Piece:
-        def state(key: str, first: int, last: int, inner: tuple[object, ...]) -> torch.Tensor:
+        def state(key: str, first: int, last: int, inner: tuple[Shared, ...]) -> torch.Tensor:
             return self._state(key, begin + first, begin + last, inner)
 
         return dataclasses.replace(
@@ -178,7 +182,13 @@ class Piece:
         )
 
     def part(
-        self, begin: int, end: int, rank: int, world_size: int, name: str = "", group: Any = None
+        self,
+        begin: int,
+        end: int,
+        rank: int,
+        world_size: int,
+        name: str = "",
+        group: dist.ProcessGroup | None = None,
     ) -> Piece:
         """A slice, exchanged by others.
 
@@ -187,7 +197,7 @@ class Piece:
         """
         slices = () if group is None else ((group, 0, end - begin),)
 
-        def state(key: str, first: int, last: int, inner: tuple[Any, ...]) -> torch.Tensor:
+        def state(key: str, first: int, last: int, inner: tuple[Shared, ...]) -> torch.Tensor:
             # A slice of a slice belongs to whom the slice belongs to.
             shared = tuple((g, begin + a, begin + b) for g, a, b in inner + slices)
             return self._state(key + name, begin + first, begin + last, shared)
@@ -207,7 +217,7 @@ class Piece:
 
 
 def _cut(runs: tuple[Run, ...], begin: int, end: int) -> Iterator[Run]:
-    """What is left of runs between two positions."""
+    """The parts of runs between two positions."""
     at = 0
     for run in runs:
         first, last = max(begin, at), min(end, at + run.numel)

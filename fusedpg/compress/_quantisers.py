@@ -4,38 +4,40 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 
 from fusedpg.compress import _kernels as kernels
-from fusedpg.compress._base import Compensated, Context, Ours, Payload
+from fusedpg.compress._base import Compensated, Context, Encoded, Gradient, Ours, Payload
 from fusedpg.compress._numbers import Real, Whole
 from fusedpg.compress._piece import Piece
+
+Seeds = int | list[int]  # of a gradient, or of each parameter of a unit
+Payloads = Sequence[Payload]
 
 
 class _Drawn(Ours):
     """Codes that are drawn with a seed: one gradient is a unit of one."""
 
     @abc.abstractmethod
-    def _encode(self, grads: Any, v: Compensated, seeds: Any, *numels: list[int]) -> Payload: ...
+    def _encode(self, v: Compensated, seeds: int | list[int], *numels: list[int]) -> Payload: ...
 
     @abc.abstractmethod
     def _decode(
-        self, out: Any, payloads: Sequence[Payload], alpha: float, *numels: Any
+        self, out: Gradient, payloads: Payloads, alpha: float, *numels: list[int]
     ) -> None: ...
 
-    def encode(self, v: Compensated, piece: Piece) -> tuple[Payload, Context]:
-        return self._encode(v.grad, v, piece.own_seed), Context(piece)
+    def encode(self, v: Compensated, piece: Piece) -> Encoded:
+        return self._encode(v, piece.own_seed), Context(piece)
 
-    def decode(self, out: Tensor, payloads: Sequence[Payload], alpha: float, at: Context) -> None:
+    def decode(self, out: Tensor, payloads: Payloads, alpha: float, at: Context) -> None:
         self._decode(out, payloads, alpha)
 
-    def encode_unit(self, v: Compensated, piece: Piece) -> Payload:
-        return self._encode(v.grad, v, piece.own_seeds(), piece.runs.numels)
+    def encode_unit(self, v: Compensated, piece: Piece) -> Encoded:
+        return self._encode(v, piece.own_seeds(), piece.runs.numels), Context(piece)
 
     def decode_unit(
-        self, outs: list[Tensor], payloads: Sequence[Payload], alpha: float, piece: Piece
+        self, outs: list[Tensor], payloads: Payloads, alpha: float, piece: Piece
     ) -> None:
         self._decode(outs, payloads, alpha, piece.runs.numels)
 
@@ -52,14 +54,14 @@ class QSGD(_Drawn):
     def __init__(self, quantum_num: int = 127, bucket_size: int = 128) -> None:
         self.quantum_num, self.bucket_size = quantum_num, bucket_size
 
-    def _encode(self, grads: Any, v: Compensated, seeds: Any, *numels: list[int]) -> Payload:
+    def _encode(self, v: Compensated, seeds: int | list[int], *numels: list[int]) -> Payload:
         sent = kernels.qsgd(
-            grads, v.residual, self.quantum_num, seeds, 0, v.beta, v.gamma, self.bucket_size,
+            v.grad, v.residual, self.quantum_num, seeds, 0, v.beta, v.gamma, self.bucket_size,
             *numels,
         )  # fmt: skip
         return list(sent)
 
-    def _decode(self, out: Any, payloads: Sequence[Payload], alpha: float, *numels: Any) -> None:
+    def _decode(self, out: Gradient, payloads: Payloads, alpha: float, *numels: list[int]) -> None:
         codes, norms = zip(*payloads)
         kernels.unqsgd_(out, codes, norms, self.quantum_num, alpha, self.bucket_size, *numels)
 
@@ -77,12 +79,11 @@ class TernGrad(_Drawn):
     def __init__(self, clip_sigma: float = 2.5) -> None:
         self.clip_sigma = clip_sigma
 
-    def _encode(self, grads: Any, v: Compensated, seeds: Any, *numels: list[int]) -> Payload:
-        return list(
-            kernels.terngrad(grads, v.residual, self.clip_sigma, seeds, 0, v.beta, v.gamma, *numels)
-        )
+    def _encode(self, v: Compensated, seeds: int | list[int], *numels: list[int]) -> Payload:
+        sigma = self.clip_sigma
+        return list(kernels.terngrad(v.grad, v.residual, sigma, seeds, 0, v.beta, v.gamma, *numels))
 
-    def _decode(self, out: Any, payloads: Sequence[Payload], alpha: float, *numels: Any) -> None:
+    def _decode(self, out: Gradient, payloads: Payloads, alpha: float, *numels: list[int]) -> None:
         packed, scales = zip(*payloads)
         kernels.unterngrad_(out, packed, scales, alpha, *numels)
 
@@ -90,11 +91,11 @@ class TernGrad(_Drawn):
 class Natural(_Drawn):
     """Powers of two, a byte an element (natural compression, Horvath et al. 2019)."""
 
-    def _encode(self, grads: Any, v: Compensated, seeds: Any, *numels: list[int]) -> Payload:
-        return [kernels.natural(grads, v.residual, seeds, 0, v.beta, v.gamma, *numels)]
+    def _encode(self, v: Compensated, seeds: int | list[int], *numels: list[int]) -> Payload:
+        return [kernels.natural(v.grad, v.residual, seeds, 0, v.beta, v.gamma, *numels)]
 
     def finite(self, payload: Payload) -> bool:
         return not bool(((payload[0] & 127) == 127).any())
 
-    def _decode(self, out: Any, payloads: Sequence[Payload], alpha: float, *numels: Any) -> None:
+    def _decode(self, out: Gradient, payloads: Payloads, alpha: float, *numels: list[int]) -> None:
         kernels.unnatural_(out, [payload[0] for payload in payloads], alpha, *numels)

@@ -53,7 +53,7 @@ def dgc_accumulate_(
 
 
 def square_sums(v: Tensor) -> list[float]:
-    """Of each gradient, which is one."""
+    """The sum of squares of the one gradient."""
     return [float(v.double().square().sum())]
 
 
@@ -322,7 +322,7 @@ def unnatural_(out: Tensor, codes: Sequence[Tensor], alpha: float = 1.0) -> None
     _put(out, (_powers(one, out.dtype) for one in codes), alpha)
 
 
-# What exponents say of blocks of zeros, and of those with an infinity or NaN.
+# Exponents that stand for blocks of zeros, and for blocks with an infinity or NaN.
 _ZERO_BLOCK, _NOT_FINITE_BLOCK = -1024, 1024
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import is_
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fusedpg._by_parameter import ByParameter, Kept, Order, shape_in_memory
 from fusedpg.compress._checkpoint import Loaded, ParameterRecord
-from fusedpg.compress._piece import Run, Runs, StateReader
+from fusedpg.compress._piece import Run, Runs, Shared, StateReader
 from fusedpg.compress._units import Unit
 from fusedpg.compress.memories import Memory
 
@@ -105,7 +104,7 @@ class Residuals:
         """``state`` and ``kept`` of a unit's piece."""
         wholes: dict[str, torch.Tensor] = {}
 
-        def unsettled(name: str, shared: Sequence[Any] = ()) -> Kept:
+        def unsettled(name: str, shared: Sequence[Shared] = ()) -> Kept:
             def moved(tensor: torch.Tensor) -> None:
                 """Slices that ranks share out are others than before."""
                 for group, _, _ in shared:
@@ -122,7 +121,7 @@ class Residuals:
                 self.loaded_anywhere,
             )  # fmt: skip
 
-        def state(name: str, begin: int, end: int, shared: Sequence[Any]) -> torch.Tensor:
+        def state(name: str, begin: int, end: int, shared: Sequence[Shared]) -> torch.Tensor:
             if name not in wholes:
                 found = unsettled(name, shared)
                 found.settle()
@@ -172,7 +171,7 @@ class Residuals:
         # Without those of modules that have gone: who loads it has never seen them.
         known = [(p, record) for ref, record in self._order if (p := ref()) is not None]
         if not known and self._loaded is not None:
-            # What was loaded and has not been asked for yet.
+            # The checkpoint that was loaded, as no parameter has asked for it yet.
             return {
                 "parameters": [tuple(record) for record in self._loaded.records],
                 "memory": dict(self._loaded.memory),

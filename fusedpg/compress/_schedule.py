@@ -11,13 +11,17 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
 
 import numpy as np
 
 MOST_GROUPS = 4
 Agree = Callable[[Sequence[float]], list[float]]
 Timing = Callable[[float, float, int], None]
+"""Gets when a unit began and ended, and its elements."""
+
+
+def untimed(begin: float, end: float, numel: int) -> None:
+    """The `Timing` of units that no search measures."""
 
 
 class Layout:
@@ -27,7 +31,7 @@ class Layout:
         self.numels: list[int] = []
         self.buckets: list[tuple[int, object]] = []  # parameters, type and device
 
-    def add(self, numels: Sequence[int], kind: Any) -> None:
+    def add(self, numels: Sequence[int], kind: object) -> None:
         self.numels += numels
         self.buckets.append((len(numels), kind))
 
@@ -84,7 +88,7 @@ class Fixed:
         return layout.equal(self.groups)
 
     def timing(self, position: int) -> Timing:
-        return lambda begin, end, numel: None
+        return untimed
 
     def finish(self, agree: Agree) -> None:
         pass
@@ -125,7 +129,7 @@ class Candidate:
 
 @dataclasses.dataclass
 class Measured:
-    """What a candidate took: seconds from the first gradient to the last result; what each group
+    """The time of a candidate: seconds from the first gradient to the last result; what each group
     took (elements, seconds); and when the gradients before each of the positions were there."""
 
     seconds: float
@@ -191,7 +195,7 @@ def _by_model(layout: Layout, results: dict[Candidate, list[Measured]]) -> list[
     return best_splits(layout, _when(layout, ready), float(fixed), float(slope))
 
 
-def _when(layout: Layout, ready: dict[int, float]) -> np.ndarray[Any, Any]:
+def _when(layout: Layout, ready: dict[int, float]) -> np.ndarray:
     """When the gradients before each position are there: its bucket's end, by what was seen."""
     seen = sorted(ready.items())
     positions = np.array([0, *(p for p, _ in seen)])
@@ -203,7 +207,7 @@ def _when(layout: Layout, ready: dict[int, float]) -> np.ndarray[Any, Any]:
 
 
 def best_splits(
-    layout: Layout, when: np.ndarray[Any, Any], fixed: float, slope: float
+    layout: Layout, when: np.ndarray, fixed: float, slope: float
 ) -> list[frozenset[int]]:
     """The best splits into 1 to 4 groups, where a group of n elements takes fixed + slope * n
     seconds, begins when its gradients are there and the group before it has ended.
@@ -216,7 +220,7 @@ def best_splits(
     count = len(total)
     end = np.full(count, np.inf)
     end[0] = 0.0
-    befores: list[np.ndarray[Any, Any]] = []
+    befores: list[np.ndarray] = []
     found = []
     # A group from i to j lies between two forced ends.
     start_segment = np.searchsorted(forced, np.arange(len(total)), side="right")
@@ -269,7 +273,7 @@ class Tried:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What a search has tried, in order: prints as a table; ``plot`` draws it."""
+    """The trials of a search, in order: prints as a table; ``plot`` draws it."""
 
     tried: tuple[Tried, ...]
     steps: int
@@ -349,7 +353,7 @@ class Auto:
 
     def timing(self, position: int) -> Timing:
         if self._search is None:
-            return lambda begin, end, numel: None
+            return untimed
         # On the thread of the hook; lists and dicts are each appended to by one thread.
         self._ready[position] = self._clock() - self._began
         groups = self._groups

@@ -5,13 +5,13 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from fusedpg.compress import _kernels as kernels
-from fusedpg.compress._base import Compensated, Context, Ours, Payload
+from fusedpg.compress._base import Compensated, Context, Encoded, Ours, Payload
 from fusedpg.compress._numbers import Real
 from fusedpg.compress._piece import Piece
 
@@ -26,7 +26,7 @@ class SignSGD(Ours):
     average = False
     keeps_magnitude = False
 
-    def encode(self, v: Compensated, piece: Piece) -> tuple[Payload, Context]:
+    def encode(self, v: Compensated, piece: Piece) -> Encoded:
         return list(kernels.signs(v.grad, v.residual, False, v.beta, v.gamma)), Context(piece)
 
     def decode(self, out: Tensor, payloads: Sequence[Payload], alpha: float, at: Context) -> None:
@@ -48,7 +48,7 @@ class Signum(SignSGD):
     def __init__(self, momentum: float = 0.9) -> None:
         self.momentum = momentum
 
-    def encode(self, v: Compensated, piece: Piece) -> tuple[Payload, Context]:
+    def encode(self, v: Compensated, piece: Piece) -> Encoded:
         now = v.now()
         mean = piece.state("signum")
         kernels.accumulate_(mean, now, self.momentum, 1 - self.momentum)
@@ -61,8 +61,8 @@ class Signum(SignSGD):
 
 @dataclasses.dataclass
 class _Owed:
-    """What the message before has sent of a residual, which still has it: the next call for the
-    same parameters subtracts it in its pass, and anybody else beforehand."""
+    """Values that a message has sent and the residual still has: the next call for the same
+    parameters subtracts them in its pass, and anybody else beforehand."""
 
     numels: list[int]
     values: Tensor  # of each parameter, of clear bits and of set ones
@@ -71,8 +71,10 @@ class _Owed:
         kernels.extension().subtract_signs_(residual, self.numels, self.values)
 
 
-def _owing(v: Compensated, piece: Piece, kernel: Callable[[Tensor | None, bool], object]) -> Any:
-    """What the kernel gives that gets what is owed, and whether anything is."""
+def _owing(
+    v: Compensated, piece: Piece, kernel: Callable[[Tensor | None, bool], Sequence[Tensor]]
+) -> Sequence[Tensor]:
+    """Calls a kernel with memory for what is owed, and whether anything is."""
     if v.kept is None:
         return kernel(None, False)
     before = v.kept.pending
@@ -93,34 +95,33 @@ class _Scaled(Ours):
     two: ClassVar[bool] = False  # values of a parameter, or one with either sign
 
     @abc.abstractmethod
-    def _encode(self, grads: Any, v: Compensated, *unit: object) -> Any: ...
+    def _encode(self, v: Compensated, *unit: object) -> Sequence[Tensor]: ...
 
-    def encode(self, v: Compensated, piece: Piece) -> tuple[Payload, Context]:
-        return list(self._encode(v.grad, v)), Context(piece)
+    def encode(self, v: Compensated, piece: Piece) -> Encoded:
+        return list(self._encode(v)), Context(piece)
 
     def decode(self, out: Tensor, payloads: Sequence[Payload], alpha: float, at: Context) -> None:
         packed, values = zip(*payloads)
         kernels.unpack_signs_(out, packed, values, self.two, alpha)
 
-    def encode_unit(self, v: Compensated, piece: Piece) -> Payload:
-        def kernel(owed: Tensor | None, owes: bool) -> Any:
-            return self._encode(v.grad, v, piece.runs.numels, owed, owes)
+    def encode_unit(self, v: Compensated, piece: Piece) -> Encoded:
+        def kernel(owed: Tensor | None, owes: bool) -> Sequence[Tensor]:
+            return self._encode(v, piece.runs.numels, owed, owes)
 
-        return list(_owing(v, piece, kernel))
+        return list(_owing(v, piece, kernel)), Context(piece)
 
     def decode_unit(
         self, outs: list[Tensor], payloads: Sequence[Payload], alpha: float, piece: Piece
     ) -> None:
         packed, values = zip(*payloads)
-        unpack: Any = kernels.unpack_signs_
-        unpack(outs, packed, values, self.two, alpha, piece.runs.numels)
+        kernels.unpack_signs_(outs, packed, values, self.two, alpha, piece.runs.numels)
 
 
 class EFSignSGD(_Scaled):
     """Signs times the mean magnitude (Karimireddy et al. 2019, algorithm 1)."""
 
-    def _encode(self, grads: Any, v: Compensated, *unit: object) -> Any:
-        return kernels.signs(grads, v.residual, True, v.beta, v.gamma, *unit)
+    def _encode(self, v: Compensated, *unit: object) -> Sequence[Tensor]:
+        return kernels.signs(v.grad, v.residual, True, v.beta, v.gamma, *unit)
 
 
 class OneBit(_Scaled):
@@ -128,5 +129,5 @@ class OneBit(_Scaled):
 
     two = True
 
-    def _encode(self, grads: Any, v: Compensated, *unit: object) -> Any:
-        return kernels.onebit(grads, v.residual, v.beta, v.gamma, *unit)
+    def _encode(self, v: Compensated, *unit: object) -> Sequence[Tensor]:
+        return kernels.onebit(v.grad, v.residual, v.beta, v.gamma, *unit)

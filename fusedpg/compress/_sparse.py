@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 
 from fusedpg.compress import _kernels as kernels
-from fusedpg.compress._base import Compensated, Context, Ours, Payload
+from fusedpg.compress._base import Compensated, Context, Encoded, Ours, Payload
 from fusedpg.compress._numbers import Real
 from fusedpg.compress._piece import Piece
 
@@ -26,14 +25,14 @@ class _Sparse(Ours):
 
     @abc.abstractmethod
     def _encode(self, v: Compensated, piece: Piece, numels: list[int], *unit: list[int]) -> Payload:
-        """Of one gradient, or with ``unit``, which is ``numels`` once more, of several."""
+        """Encodes one gradient; or several, if ``unit`` has ``numels`` once more."""
 
-    def encode(self, v: Compensated, piece: Piece) -> tuple[Payload, Context]:
+    def encode(self, v: Compensated, piece: Piece) -> Encoded:
         return self._encode(v, piece, [piece.numel]), Context(piece)
 
-    def encode_unit(self, v: Compensated, piece: Piece) -> Payload:
+    def encode_unit(self, v: Compensated, piece: Piece) -> Encoded:
         numels = piece.runs.numels
-        return self._encode(v, piece, numels, numels)
+        return self._encode(v, piece, numels, numels), Context(piece)
 
     def decode(self, out: Tensor, payloads: Sequence[Payload], alpha: float, at: Context) -> None:
         indices = [self.indices(payload, at.piece) for payload in payloads]
@@ -47,8 +46,7 @@ class _Sparse(Ours):
     ) -> None:
         sent = [self.sent_of_unit(payload, piece) for payload in payloads]
         counts, indices, values = zip(*sent)
-        scatter: Any = kernels.scatter_
-        scatter(outs, indices, values, alpha, piece.runs.numels, counts)
+        kernels.scatter_(outs, indices, values, alpha, piece.runs.numels, counts)
 
 
 class TopK(_Sparse):
@@ -63,7 +61,7 @@ class TopK(_Sparse):
         self.compress_ratio = compress_ratio
 
     def _encode(self, v: Compensated, piece: Piece, numels: list[int], *unit: list[int]) -> Payload:
-        ks: Any = _shares(numels, self.compress_ratio)
+        ks = _shares(numels, self.compress_ratio)
         return list(kernels.topk(v.grad, v.residual, ks if unit else ks[0], v.beta, v.gamma, *unit))
 
     def sent_of_unit(self, payload: Payload, piece: Piece) -> tuple[list[int], Tensor, Tensor]:
@@ -100,7 +98,7 @@ class RandomK(_Sparse):
     def _drawn(self, piece: Piece, numels: list[int], *unit: list[int]) -> tuple[list[int], Tensor]:
         """How many elements of each gradient are sent, and which."""
         key = "drawn of unit" if unit else "drawn"
-        known: tuple[list[int], Tensor] | None = piece.cache.get(key)
+        known = piece.cache.get(key)
         if known is None:
             counts = _shares(numels, self.compress_ratio)
             seeds = piece.seeds() if unit else [piece.seed]
@@ -131,8 +129,8 @@ class Threshold(_Sparse):
         return [0] * len(numels)
 
     def _encode(self, v: Compensated, piece: Piece, numels: list[int], *unit: list[int]) -> Payload:
-        least: Any = self.at_least(numels)
-        least = least if unit else least[0]
+        each = self.at_least(numels)
+        least = each if unit else each[0]
         threshold = kernels.threshold
         return list(threshold(v.grad, v.residual, self.threshold, least, v.beta, v.gamma, *unit))
 

@@ -8,18 +8,16 @@ import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import GradBucket
 
 from fusedpg import _agreement
-from fusedpg.compress import _agree, _checkpoint, _lane, _numbers, _params, _schedule, memories
+from fusedpg.compress import _checkpoint, _lane, _numbers, _params, _schedule, memories
 from fusedpg.compress._base import Compressor
 from fusedpg.compress._each import EachParameter, EachParametersMemory
-from fusedpg.compress._hosts import Hosts
-from fusedpg.compress._lane import Lane
+from fusedpg.compress._lane import Hosts, Lane
 from fusedpg.compress._low_rank import PowerSGD
 from fusedpg.compress._piece import Parts, Piece, mixed
 from fusedpg.compress._residuals import Residuals
@@ -30,8 +28,17 @@ from fusedpg.compress.memories import Memory
 from fusedpg.functional import _is_ours
 
 
+class _GradBucket(Protocol):
+    """The methods of DDP's bucket that a state calls; other callers have their own buckets."""
+
+    def buffer(self) -> torch.Tensor: ...
+    def index(self) -> int: ...
+    def is_last(self) -> bool: ...
+    def parameters(self) -> list[torch.Tensor]: ...
+
+
 class State:
-    """What :func:`hook` works with, one for each DDP module; :func:`from_params` makes it.
+    """The state of :func:`hook`, one for each DDP module; :func:`from_params` makes it.
 
     Gradients are averaged as DDP does (compressors that vote: the sign of the majority) and the
     optimizer is any. What is not sent stays in the memory, of each parameter and rank. Work is done
@@ -81,7 +88,8 @@ class State:
         self.schedule = schedule
         self._units = Units(_schedule.make(schedule, _can_send_uncompressed(compressor, memory)))
         self._warm_up = WarmUp(compressor, uncompressed_steps, uncompressed_every, warmup_ratios)
-        if self._warm_up.any_plain and not _can_send_uncompressed(compressor, memory):
+        some_plain = uncompressed_steps or uncompressed_every
+        if some_plain and not _can_send_uncompressed(compressor, memory):
             raise ValueError(
                 f"uncompressed_steps and uncompressed_every with {type(compressor).__name__} and "
                 f"{type(memory).__name__}: a step that is not compressed would not be one of the "
@@ -89,12 +97,13 @@ class State:
             )
         self._residuals = Residuals(named_parameters)
         self._step = 0
-        self._group: Any = None
+        self._group: dist.ProcessGroup | None = None
         self._hosts: Hosts | None = None
         self._lane: Lane | None = None
         self._finishing: concurrent.futures.Future[None] | None = None
         self._direct = False  # buckets take DDP's own way
-        self._sent: list[object] = []  # futures of this step's buckets that did
+        # Futures of the buckets of this step that did.
+        self._sent: list[torch.futures.Future[torch.Tensor]] = []
         self._failure: BaseException | None = None
         self._scratch: dict[int, torch.Tensor] = {}
 
@@ -121,7 +130,7 @@ class State:
         if isinstance(self.compressor, PowerSGD):
             # Every rank multiplies and orthogonalises for itself, with what BLAS has for it.
             facts["processor"] = torch.backends.cpu.get_cpu_capability()
-        lane.submit(_agree.check, facts | self._parts(), lane.group).result()
+        lane.submit(_check_agreement, facts | self._parts(), lane.group).result()
         self._group = lane.group
         residuals = self._residuals
         loaded = lane.submit(_agreement.largest, [residuals.has_loaded], lane.group).result()
@@ -132,21 +141,21 @@ class State:
         return lane
 
     def _parts(self) -> dict[str, object]:
-        """What ranks compress with, which may change from step to step."""
+        """Describes what ranks compress with, which may change from step to step."""
         return {
-            "compressor": _agree.described(self.compressor),
-            "memory": _agree.described(self.memory),
-            "communicator": _agree.described(self.communicator),
+            "compressor": _described(self.compressor),
+            "memory": _described(self.memory),
+            "communicator": _described(self.communicator),
         }
 
     # --- a backward of DDP's, bucket by bucket --------------------------------------------------
 
     def take(
         self,
-        bucket: GradBucket,
+        bucket: _GradBucket,
         gradients: Mapping[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.futures.Future[torch.Tensor]:
-        """What the hook does.
+        """Takes a bucket, as the hook does.
 
         Args:
             gradients: those that are not in the bucket but here, by parameter, laid out alike and
@@ -170,7 +179,7 @@ class State:
             raise
         closed = units.follow(parameters, buffer)
         found = [None if gradients is None else gradients.get(p) for p in parameters]
-        answer: Any
+        answer: torch.futures.Future[torch.Tensor]
         if (
             self._direct
             and units.expected
@@ -181,8 +190,9 @@ class State:
             _fill(buffer, parameters, found)
             answer = self._as_without_hook(buffer)
         else:
-            devices: Any = [buffer.device] if buffer.is_cuda else None
-            future: Any = torch.futures.Future(devices=devices)
+            future: torch.futures.Future[torch.Tensor | None] = torch.futures.Future(
+                devices=[buffer.device] if buffer.is_cuda else None
+            )
             # Only an exception out of a callback is one to DDP, too.
             answer = future.then(self._answer)
             closed += units.add(parameters, buffer, found, future)
@@ -206,7 +216,7 @@ class State:
         begin = time.perf_counter()
         work = dist.all_reduce(buffer, dist.ReduceOp.AVG, group=self._parent, async_op=True)
 
-        def done(sent: torch.futures.Future[Any]) -> torch.Tensor:
+        def done(sent: torch.futures.Future) -> torch.Tensor:
             sent.value()  # raises what the operation has raised
             timing(begin, time.perf_counter(), buffer.numel())
             return buffer
@@ -226,7 +236,7 @@ class State:
         if self._finishing is not None:
             # The ranks' next candidate is the same, once it has been agreed on.
             self._finishing.result()
-        # Of a search such a step is none: it goes on afterwards.
+        # Such a step does not belong to a search, which goes on afterwards.
         self._units.begin(self._step, self._warm_up.plain(self._step))
         self._direct = self._units.plain and not self._residuals.pending and _is_ours(self._parent)
 
@@ -249,14 +259,14 @@ class State:
         for bucket in unit.ends:
             bucket.future.set_result(bucket.buffer)
 
-    def _answer(self, done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+    def _answer(self, done: torch.futures.Future[torch.Tensor | None]) -> torch.Tensor:
         if self._failure is not None:
             raise RuntimeError(
                 "fusedpg.compress: a step has failed on this rank: "
                 f"{type(self._failure).__name__}: {self._failure}. Gradients and memories of this "
                 "step are undefined; make a new state, or load a checkpoint in a new process"
             ) from self._failure
-        result: torch.Tensor | None = done.value()
+        result = done.value()
         if result is None:
             raise RuntimeError(
                 "fusedpg.compress: a backward has raised, or another backward has begun with this "
@@ -265,8 +275,8 @@ class State:
             )
         return result
 
-    def _finish(self, sent: Sequence[Any]) -> None:
-        # Where no unit of the step was compressed, all that had been kept was sent.
+    def _finish(self, sent: Sequence[torch.futures.Future[torch.Tensor]]) -> None:
+        # If no unit of the step was compressed, the step has sent all residuals.
         self._residuals.pending &= not self._units.plain
         if self._failure is None:
             try:
@@ -284,25 +294,24 @@ class State:
     def _exchange(self, unit: Unit) -> None:
         slices = unit.slices
         wide = torch.float64 if slices[0].dtype == torch.float64 else torch.float32
-        grad: Any = slices[0]
+        flat = slices[0]
         in_parts = (
             not unit.plain
             and self._hosts is None
             and type(self.communicator).exchange in (Allgather.exchange, Allreduce.exchange)
             and self.compressor.each_parameter
-            and grad.dtype == wide
+            and flat.dtype == wide
         )
-        copied = not in_parts and (len(slices) > 1 or grad.dtype != wide)
-        if in_parts:
-            grad = Parts(unit.sources, unit.parts)
-        else:
+        copied = not in_parts and (len(slices) > 1 or flat.dtype != wide)
+        if not in_parts:
             for part, source in zip(unit.parts, unit.sources, strict=True):
                 if source is not part:
                     part.copy_(source)
             if copied:
-                grad = self._gathered(unit, wide)
+                flat = self._gathered(unit, wide)
         state, kept = self._residuals.of_unit(unit, wide)
         group, world_size = self._group, dist.get_world_size(self._group)
+        assert group is not None
         piece = Piece(
             str(unit.index), unit.numel, self._residuals.runs_of(unit), dist.get_rank(group),
             world_size, mixed(self.seed, unit.step), wide, slices[0].device, state, kept=kept,
@@ -310,22 +319,24 @@ class State:
         self._residuals.pending |= not unit.plain
         if unit.index == 0:
             # Before anything is sent whose size or meaning depends on it.
-            _agree.check(self._parts(), group)
+            _check_agreement(self._parts(), group)
         if unit.plain:
             here = 1 if self._hosts is None else self._hosts.count
-            self._scale(grad)
-            self._residuals.send(grad, self.memory, state, world_size, here)
-            _mean(grad, group)
+            self._scale(flat)
+            self._residuals.send(flat, self.memory, state, world_size, here)
+            _mean(flat, group)
         elif self._hosts is not None:
-            self._hosts.exchange(self.communicator, *self._each(), grad, piece)
+            self._hosts.exchange(self.communicator, *self._each(), flat, piece)
         else:
+            # A compressor of single parameters also takes gradients that lie apart.
+            grad: Any = Parts(unit.sources, unit.parts) if in_parts else flat
             self.communicator.exchange(*self._each(), grad, piece, group)
         if copied:
-            for part, result in zip(slices, grad.split([*map(torch.numel, slices)]), strict=True):
+            for part, result in zip(slices, flat.split([*map(torch.numel, slices)]), strict=True):
                 part.copy_(result)
 
     def _each(self) -> tuple[Compressor, Memory]:
-        """What communicators work with; both parts may be replaced between steps."""
+        """Compressor and memory for communicators; both may be replaced between steps."""
         if not self.compressor.each_parameter:
             return self.compressor, self.memory
         return EachParameter(self.compressor), EachParametersMemory(self.memory)
@@ -341,16 +352,16 @@ class State:
         return known
 
     def _scale(self, grad: torch.Tensor) -> None:
-        """What a memory makes of gradients that are sent as they are."""
+        """Scales gradients that are sent as they are, as a memory would."""
         factor = self.memory.scale * self.memory.gamma
-        # Of EFSignSGD's memory this is 1 but for rounding.
+        # For EFSignSGD's memory it is 1 except for rounding.
         if self.memory.gamma != 1 and not math.isclose(factor, 1):
             grad.mul_(factor)
 
     # --- what was tried, and checkpoints ----------------------------------------------------------
 
     def report(self) -> _schedule.Report:
-        """What ``schedule="auto"`` has tried so far; ``print`` it, or ``.plot(path)``.
+        """Reports what ``schedule="auto"`` has tried; ``print`` it, or ``.plot(path)``.
 
         Raises:
             ValueError: for another schedule.
@@ -363,21 +374,21 @@ class State:
             self._finishing.result()
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank keeps of gradients, and the number of steps, under a key that names it.
+        """This rank's residuals and number of steps, under a key that names the rank.
 
         Each rank saves its own: in a file, or all of them by ``torch.distributed.checkpoint``.
         The values can be read by name: ``state_dict()["memory"]["residual"]``.
         """
         return _checkpoint.RankStateDict(_checkpoint.place(self._parent), self._values())
 
-    def _values(self) -> dict[str, Any]:
+    def _values(self) -> dict[str, object]:
         self._wait()
         numbers = {"step": self._step, "epoch": self._warm_up.epoch, "seed": self.seed}
         return numbers | self._residuals.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, object], *, memory: bool = True) -> None:
-        """Of a model whose parameters are the same: their names, if both have some, else their
-        order, types and shapes.
+        """Loads the state of a model with the same parameters: the same names, if both have some,
+        else the same order, types and shapes.
 
         Args:
             state_dict: this rank's own.
@@ -400,7 +411,7 @@ class State:
         self._step, self.seed = int(state_dict["step"]), int(state_dict["seed"])
         self._warm_up.set_epoch(state_dict.get("epoch", 0))  # older checkpoints have none
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Without the process group, as torch's states of hooks."""
         return {
             "parts": (self.compressor, self.memory, self.communicator),
@@ -450,3 +461,40 @@ def _can_send_uncompressed(compressor: Compressor, memory: Memory) -> bool:
              memories.PowerSGDMemory)  # fmt: skip
     mean = compressor.average and type(compressor).aggregate is Compressor.aggregate
     return compressor.keeps_magnitude and mean and type(memory) in known
+
+
+# Attributes that results depend on and that may be a class's or properties.
+_OF_CLASSES = ("average", "linear", "tensors_size_are_same", "scale", "beta", "gamma")
+
+
+def _described(thing: object) -> str:
+    """A compressor, memory or communicator: its type, and what it works with. Of the user's classes
+    without what is private, which may be a rank's own."""
+    ours = type(thing).__module__.startswith("fusedpg.")
+    known = {key: getattr(thing, key) for key in _OF_CLASSES if hasattr(thing, key)}
+    plain = {
+        key.lstrip("_"): value
+        for key, value in sorted((known | vars(thing)).items())
+        if (value is None or isinstance(value, bool | int | float | str))
+        and (ours or not key.startswith("_"))
+    }
+    arguments = [f"{key}={value!r}" for key, value in plain.items()]
+    return f"{type(thing).__qualname__}({', '.join(arguments)})"
+
+
+def _check_agreement(facts: dict[str, object], group: dist.ProcessGroup) -> None:
+    """Raises, on all ranks, if the ranks of a group have not all been given the same.
+
+    Ranks that compress in different ways would read each other's payloads wrongly. It is one small
+    operation, so that every step can ask.
+
+    Raises:
+        RuntimeError: which names the facts that differ.
+    """
+    if not _agreement.same(facts, group):
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        theirs = _agreement.by_rank([f"{key} {value!r}" for key, value in facts.items()], group)
+        raise RuntimeError(
+            "fusedpg.compress: the ranks' states differ in what all must have the same: "
+            f"{_agreement.in_words(theirs, rank)}. This is rank {rank} of {size}"
+        )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 import torch
 
@@ -19,7 +18,7 @@ class Bucket:
     """A bucket that DDP waits for."""
 
     buffer: torch.Tensor
-    future: Any
+    future: torch.futures.Future[torch.Tensor | None]
 
 
 @dataclasses.dataclass
@@ -36,8 +35,8 @@ class Unit:
     slices: list[torch.Tensor] = dataclasses.field(default_factory=list)  # of buckets
     numel: int = 0
     ends: list[Bucket] = dataclasses.field(default_factory=list)  # complete with this unit
-    timing: Any = None
-    after: Any = None  # on a GPU: what has been queued before
+    timing: _schedule.Timing = _schedule.untimed
+    after: torch.cuda.Event | None = None  # on a GPU: what has been queued before
 
 
 class Units:
@@ -91,7 +90,7 @@ class Units:
         parameters: list[torch.Tensor],
         buffer: torch.Tensor,
         gradients: Sequence[torch.Tensor | None],
-        future: Any,
+        future: torch.futures.Future[torch.Tensor | None],
     ) -> list[Unit]:
         """Adds a bucket, and returns the units that end in it.
 
@@ -152,7 +151,7 @@ class Units:
     def timing(self, position: int | None = None) -> _schedule.Timing:
         """Tells the schedule what a unit takes that ends at a position, or with this bucket."""
         if self._forced:
-            return _untimed
+            return _schedule.untimed
         return self.schedule.timing(self._position if position is None else position)
 
     def end(self) -> list[Unit]:
@@ -179,7 +178,3 @@ class Units:
         """All units of a backward have been sent."""
         if not self._forced:
             self.schedule.finish(agree)
-
-
-def _untimed(begin: float, end: float, numel: int) -> None:
-    pass

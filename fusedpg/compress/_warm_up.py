@@ -45,10 +45,6 @@ class WarmUp:
             warm = self.epoch < len(self.ratios)
             self._compressor.compress_ratio = self.ratios[self.epoch] if warm else self.ratio
 
-    @property
-    def any_plain(self) -> bool:
-        return self.steps > 0 or self.every > 0
-
     def plain(self, step: int) -> bool:
         """Whether a step, counted from 1, is not compressed."""
         return step <= self.steps or (self.every > 0 and step % self.every == 0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +14,7 @@ from fusedpg._collectives import sums
 from fusedpg.functional import _is_ours
 
 Payload = list[Tensor]
-Add = Callable[[Payload, Any], Payload]
+Add = Callable[[Payload, dist.ProcessGroup], Payload]
 """The sums of all ranks' payloads."""
 # torch 2.13 has a new name for it, and a warning for the old one.
 gathered_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -108,22 +107,17 @@ class AllToAll(Communicator):
 
     def _reduce(
         self, compressor: Compressor, memory: Memory, grad: Tensor, piece: Piece, group: Group
-    ) -> Piece:
-        """This rank's shard, combined. Returns what of the piece it is."""
+    ) -> None:
+        """Combines this rank's shard."""
         shards = _shards(piece)
-        payloads: list[Payload] = []
-        mine = piece
-        context: Any = None
-        for rank, (begin, end) in enumerate(shards):
+        encoded = []
+        for begin, end in shards:
             part = piece.part(begin, end, piece.rank, piece.world_size)
-            payload, at = memory.encode(compressor, grad[begin:end], part)
-            payloads.append(payload)
-            if rank == piece.rank:
-                mine, context = part, at
+            encoded.append(memory.encode(compressor, grad[begin:end], part))
+        payloads = wire.all_to_all([payload for payload, _ in encoded], compressor.alike, group)
         begin, end = shards[piece.rank]
-        got = wire.all_to_all(payloads, compressor.alike, group)
-        compressor.combine(grad[begin:end], got, memory.scale, context)
-        return mine
+        _, context = encoded[piece.rank]
+        compressor.combine(grad[begin:end], payloads, memory.scale, context)
 
 
 class ParameterServer(AllToAll):

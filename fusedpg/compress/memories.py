@@ -1,14 +1,20 @@
-"""What a rank keeps of the gradients that it has not sent, by the names that GRACE gave them."""
+"""Memories keep what a rank has not sent of gradients. GRACE has given them their names."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 
 from fusedpg.compress import _kernels as kernels
-from fusedpg.compress._base import Compensated, Compressor, Context, Payload, in_shape
+from fusedpg.compress._base import (
+    Compensated,
+    Compressor,
+    Encoded,
+    Gradient,
+    check_size,
+    in_shape,
+)
 from fusedpg.compress._numbers import Real, real
 from fusedpg.compress._piece import Piece
 
@@ -31,7 +37,7 @@ class Memory:
     _piece: Piece | None = None
 
     def compensate(self, tensor: Tensor, name: str) -> Tensor:
-        """What is compressed in place of a gradient, which is left alone."""
+        """Returns the tensor to compress in place of a gradient, which must not change."""
         return tensor
 
     def update(
@@ -40,7 +46,7 @@ class Memory:
         name: str,
         compressor: Compressor,
         tensor_compressed: Sequence[Tensor],
-        ctx: Any,
+        ctx: object,
     ) -> None:
         """Called with what ``compensate`` gave and what ``compressor.compress`` made of it."""
 
@@ -49,28 +55,25 @@ class Memory:
             raise RuntimeError("state() is for compensate() and update()")
         return in_shape(self._piece.state(name), self._piece)
 
-    def encode(self, compressor: Compressor, grad: Tensor, piece: Piece) -> tuple[Payload, Context]:
-        """Compensates, compresses and updates. What communicators call."""
+    def encode(self, compressor: Compressor, grad: Gradient, piece: Piece) -> Encoded:
+        """Compensates, compresses and updates. What communicators call.
+
+        Args:
+            grad: or a unit's, as `Compensated` has them, for memories and compressors that do all
+                parameters of a piece in one call.
+        """
+        assert isinstance(grad, Tensor)
         self._piece = piece
         try:
             # A copy, as it may keep what it is given, and what it gives must not change, either.
             v = self.compensate(in_shape(grad.clone(), piece), piece.name)
-            if not isinstance(v, Tensor) or v.numel() != piece.numel:
-                found = f"{v.numel()} elements" if isinstance(v, Tensor) else repr(v)
-                raise TypeError(
-                    f"{type(self).__name__}.compensate() returns a tensor of {piece.numel} "
-                    f"elements for {piece.name!r}, found {found}"
-                )
+            check_size(v, piece.numel, f"{type(self).__name__}.compensate()", piece)
             payload, at = compressor.encode(Compensated(v.reshape(-1)), piece)
             self.update(v, piece.name, compressor, *compressor.as_compressed(payload, at))
         finally:
             self._piece = None
         home = v.untyped_storage().data_ptr()
         return [t.clone() if t.untyped_storage().data_ptr() == home else t for t in payload], at
-
-    def encode_unit(self, compressor: Compressor, grads: list[Tensor], piece: Piece) -> Payload:
-        """``encode`` of each of a piece's parameters by one call of a compressor that can."""
-        raise NotImplementedError
 
     def for_sums(self) -> Memory:
         """The memory of a rank that compresses sums for the others (communicator "ps")."""
@@ -80,11 +83,9 @@ class Memory:
 class NoneMemory(Memory):
     """Nothing is kept."""
 
-    def encode(self, compressor: Compressor, grad: Tensor, piece: Piece) -> tuple[Payload, Context]:
-        return compressor.encode(Compensated(grad), piece)
-
-    def encode_unit(self, compressor: Compressor, grads: list[Tensor], piece: Piece) -> Payload:
-        return compressor.encode_unit(Compensated(grads), piece)
+    def encode(self, compressor: Compressor, grad: Gradient, piece: Piece) -> Encoded:
+        encode = compressor.encode_unit if isinstance(grad, list) else compressor.encode
+        return encode(Compensated(grad), piece)
 
 
 class ResidualMemory(Memory):
@@ -99,26 +100,19 @@ class ResidualMemory(Memory):
     def __init__(self, beta: float = 1.0, gamma: float = 1.0) -> None:
         self.beta, self.gamma = beta, gamma
 
-    def encode(self, compressor: Compressor, grad: Tensor, piece: Piece) -> tuple[Payload, Context]:
-        residual = piece.state("residual")
-        v = Compensated(grad, residual, self.beta, self.gamma)
-        payload, at = compressor.encode(v, piece)
-        if not compressor.finite(payload):
-            # A NaN is sent and seen by all; it does not stay for the steps that follow.
-            residual.nan_to_num_(0.0, 0.0, 0.0)
-        return payload, at
-
-    def encode_unit(self, compressor: Compressor, grads: list[Tensor], piece: Piece) -> Payload:
+    def encode(self, compressor: Compressor, grad: Gradient, piece: Piece) -> Encoded:
         kept = None
-        if compressor.leaves_pending and piece.kept is not None:
+        if isinstance(grad, list) and compressor.leaves_pending and piece.kept is not None:
             kept = piece.kept("residual")
         residual = piece.state("residual") if kept is None else kept.tensor
-        v = Compensated(grads, residual, self.beta, self.gamma, kept)
-        payload = compressor.encode_unit(v, piece)
+        v = Compensated(grad, residual, self.beta, self.gamma, kept)
+        encode = compressor.encode_unit if isinstance(grad, list) else compressor.encode
+        payload, at = encode(v, piece)
         if not compressor.finite(payload):
-            # Of parameters that are finite themselves this changes nothing.
+            # A NaN is sent and seen by all; it does not stay for the steps that follow. Residuals
+            # of a unit's other parameters are finite, so this leaves them as they are.
             piece.state("residual").nan_to_num_(0.0, 0.0, 0.0)
-        return payload
+        return payload, at
 
     def for_sums(self) -> Memory:
         return ResidualMemory()
@@ -178,35 +172,28 @@ class DGCMemory(Memory):
         self.momentum = momentum
         self.gradient_clipping = 0.0 if gradient_clipping is False else gradient_clipping
 
-    def encode(self, compressor: Compressor, grad: Tensor, piece: Piece) -> tuple[Payload, Context]:
+    def encode(self, compressor: Compressor, grad: Gradient, piece: Piece) -> Encoded:
         momentum, velocity = piece.state("dgc_momentum"), piece.state("residual")
-        gamma = 1.0
-        if self.gradient_clipping > 0:
-            gamma = self._gamma(kernels.square_sums(grad)[0], piece)
-        kernels.dgc_accumulate_(momentum, velocity, grad, self.momentum, gamma)
-        payload, at = compressor.encode(Compensated(None, velocity), piece)
-        if self.momentum_masking:
-            kernels.zero_at_(momentum, compressor.indices(payload, piece))
+        clips, v = self.gradient_clipping > 0, Compensated(None, velocity)
+        if isinstance(grad, list):
+            numels, unit = piece.runs.numels, kernels.extension()
+            squares = unit.square_sums(grad, numels) if clips else ()
+            gammas = [self._gamma(square, piece) for square in squares] or 1.0
+            unit.dgc_accumulate_(momentum, velocity, grad, self.momentum, gammas, numels)
+            payload, at = compressor.encode_unit(v, piece)
+            if self.momentum_masking:
+                counts, indices, _ = compressor.sent_of_unit(payload, piece)
+                unit.zero_at_(momentum, indices, numels, counts)
+        else:
+            gamma = self._gamma(kernels.square_sums(grad)[0], piece) if clips else 1.0
+            kernels.dgc_accumulate_(momentum, velocity, grad, self.momentum, gamma)
+            payload, at = compressor.encode(v, piece)
+            if self.momentum_masking:
+                kernels.zero_at_(momentum, compressor.indices(payload, piece))
         if not compressor.finite(payload):
             for tensor in (momentum, velocity):
                 tensor.nan_to_num_(0.0, 0.0, 0.0)
         return payload, at
-
-    def encode_unit(self, compressor: Compressor, grads: list[Tensor], piece: Piece) -> Payload:
-        momentum, velocity = piece.state("dgc_momentum"), piece.state("residual")
-        numels, unit = piece.runs.numels, kernels.extension()
-        gammas: Any = 1.0
-        if self.gradient_clipping > 0:
-            gammas = [self._gamma(s, piece) for s in unit.square_sums(grads, numels)]
-        unit.dgc_accumulate_(momentum, velocity, grads, self.momentum, gammas, numels)
-        payload = compressor.encode_unit(Compensated(None, velocity), piece)
-        if self.momentum_masking:
-            counts, indices, _ = compressor.sent_of_unit(payload, piece)
-            unit.zero_at_(momentum, indices, numels, counts)
-        if not compressor.finite(payload):
-            for tensor in (momentum, velocity):
-                tensor.nan_to_num_(0.0, 0.0, 0.0)
-        return payload
 
     def _gamma(self, square_sum: float, piece: Piece) -> float:
         bound = self.gradient_clipping / piece.world_size**0.5

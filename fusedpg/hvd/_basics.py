@@ -24,6 +24,9 @@ from fusedpg.hvd._execute import Set
 from fusedpg.hvd._timeline import Timeline
 from fusedpg.hvd.exceptions import HorovodInternalError
 
+Finish = Callable[..., object]
+"""Makes what ``synchronize`` returns of an operation's result."""
+
 
 @dataclasses.dataclass
 class _State:
@@ -36,20 +39,20 @@ class _State:
     local_size: int
     cross_rank: int
     cross_size: int
-    handles: dict[int, tuple[Operation, Any]] = dataclasses.field(default_factory=dict)
+    handles: dict[int, tuple[Operation, Finish]] = dataclasses.field(default_factory=dict)
     counter: int = 0
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
 
 _state: _State | None = None
 # Stores outlive shutdown(): a port that was given back may be another's, and peers may still read.
-_stores: dict[tuple[str, int], Any] = {}
+_stores: dict[tuple[str, int], dist.Store] = {}
 # How many groups have met in each store: ranks that join later begin with a store of their own.
 _groups: Counter[tuple[str, int]] = Counter()
 _at_exit = False
 # In a forked child what `init` has made in its parent, which is of no use there. It is kept, since
 # its destructors would wait for threads that a child does not have, and end connections.
-_parents: list[Any] = []
+_parents: list[object] = []
 _parents_world = False  # `init` made the default group there
 
 
@@ -221,8 +224,8 @@ def is_homogeneous() -> bool:
     return state().local_size * state().cross_size == size()
 
 
-def _built(what: str, answer: Any) -> Callable[[], object]:
-    def built() -> Any:
+def _built(what: str, answer: object) -> Callable[[], object]:
+    def built() -> object:
         return answer
 
     built.__name__ = built.__qualname__ = what
@@ -344,12 +347,8 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 # --- handles --------------------------------------------------------------------------------
 
 
-def begin(operation: Operation, finish: Any) -> int:
-    """Submits an operation; returns its handle.
-
-    Args:
-        finish: makes what ``synchronize`` returns of the operation's result.
-    """
+def begin(operation: Operation, finish: Finish) -> int:
+    """Submits an operation; returns its handle."""
     here = state()
     here.engine.submit(operation)
     with here.lock:
@@ -358,7 +357,7 @@ def begin(operation: Operation, finish: Any) -> int:
         return here.counter
 
 
-def then(handle: int, finish: Any) -> int:
+def then(handle: int, finish: Finish) -> int:
     """Has ``synchronize`` return another function's value of what it would have returned."""
     operation, before = state().handles[handle]
     state().handles[handle] = operation, lambda result: finish(before(result))
@@ -474,10 +473,10 @@ def membership(process_set: ProcessSet) -> int:
         ValueError: the set was not added.
         HorovodInternalError: this process is not in it.
     """
-    set_id = process_set.process_set_id
-    ranks = None if set_id is None else engine().set_of(set_id)
+    set_id, own_engine = process_set.process_set_id, state().engine
+    ranks = None if set_id is None else own_engine.set_of(set_id)
     if set_id is None or ranks is None:
         raise ValueError(f"hvd: {process_set} was not added")
-    if rank() not in ranks:
-        raise HorovodInternalError(f"hvd: rank {rank()} is not in {process_set}")
+    if own_engine.rank not in ranks:
+        raise HorovodInternalError(f"hvd: rank {own_engine.rank} is not in {process_set}")
     return set_id

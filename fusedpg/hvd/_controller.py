@@ -9,8 +9,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 Key = tuple[int, str]
 """A process set's id and an operation's name: what operations of different ranks are matched by."""
@@ -77,10 +77,10 @@ def decode(message: bytes) -> Iterator[tuple[Key, Signature]]:
         yield (set_id, name), Signature(kind, *tuples, op, *scale, root, tuple(numbers), why)
 
 
-def _differing(signatures: dict[int, Any], what: str) -> str:
+def _differing(values: Mapping[int, object], what: str) -> str:
     told: dict[object, list[int]] = {}
-    for rank, value in sorted(signatures.items()):
-        told.setdefault(value, []).append(rank)
+    for rank in sorted(values):
+        told.setdefault(values[rank], []).append(rank)
     return f"{what}: " + "; ".join(f"{value} on ranks {ranks}" for value, ranks in told.items())
 
 

@@ -79,7 +79,9 @@ class Engine:
         timeline: where events go, if anywhere.
     """
 
-    def __init__(self, world: Any, settings: Settings, tuner: Tuner | None = None) -> None:
+    def __init__(
+        self, world: dist.ProcessGroup, settings: Settings, tuner: Tuner | None = None
+    ) -> None:
         self.rank, self.size = world.rank(), world.size()
         self.fusion_threshold, self.cycle_time = settings.fusion_threshold, settings.cycle_time
         self.tuner = tuner
@@ -90,10 +92,8 @@ class Engine:
         self._sets: dict[int, Set] = {0: self._world}
         self._next_set = 1
         self._lock = threading.Lock()
-        self._wake, self._finished = (
-            threading.Condition(self._lock),
-            threading.Condition(self._lock),
-        )
+        self._wake = threading.Condition(self._lock)
+        self._finished = threading.Condition(self._lock)
         self._pending: dict[Key, Operation] = {}
         self._new: list[Operation] = []
         # Operations whose names calls that have raised still have, until all ranks know of these.
@@ -176,7 +176,7 @@ class Engine:
                 self._urgent = True
                 self._wake.notify()
 
-    def wait_serving(self, operation: Operation, serve: Callable[[int], None]) -> Any:
+    def wait_serving(self, operation: Operation, serve: Callable[[int], None]) -> tuple[int, int]:
         """As :meth:`wait`, for an operation that joins: serves the others' turns meanwhile.
 
         Args:
@@ -409,7 +409,7 @@ class Engine:
         reductions = [r for r in responses if r.any.kind == c.ALLREDUCE and not r.error]
         moved = 0
         if reductions:
-            for call in fused_calls(reductions, self.fusion_threshold, _alike):
+            for call in fused_calls(reductions, self.fusion_threshold):
                 moved += self._allreduce(call)
         for response in responses:
             if response.error or response.any.kind != c.ALLREDUCE:
@@ -470,10 +470,8 @@ class Engine:
                     shape = signature.shapes[number]
                     buffers.append(torch.zeros(shape, dtype=getattr(torch, dtype)))
                     continue
-                tensor, output = operation.tensors[number], operation.outputs[number]
-                buffer = _as_bytes_lie(output)
-                if output is not tensor:
-                    buffer.copy_(tensor)
+                output = operation.outputs[number]
+                buffer = _filled(output, operation.tensors[number])
                 if buffer is not output:
                     copies.append((output, buffer))
                 buffers.append(buffer)
@@ -546,9 +544,7 @@ class Engine:
                     operation.result = here.alltoall(tensors[0], splits)
         else:
             for tensor, output in zip(tensors, operation.outputs):
-                buffer = _as_bytes_lie(output)
-                if output is not tensor:
-                    buffer.copy_(tensor)
+                buffer = _filled(output, tensor)
                 here.broadcast(buffer, signature.root)
                 if buffer is not output:
                     output.copy_(buffer)
@@ -567,31 +563,19 @@ class Engine:
         if gone is not None:
             dist.destroy_process_group(gone.group)
 
-    def _activity(self, call: list[Response], kind: str) -> Any:
-        timeline = self.timeline  # which a caller may end at any time
-        return _NOTHING if timeline is None else timeline.activity(call, kind)
+    def _activity(self, call: list[Response], kind: str) -> contextlib.AbstractContextManager[None]:
+        timeline = self.timeline  # a caller may end it at any time
+        return contextlib.nullcontext() if timeline is None else timeline.activity(call, kind)
 
 
-def _as_bytes_lie(tensor: Tensor) -> Tensor:
-    """The tensor if its memory has its elements in order, and neither conjugated nor negated."""
-    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-        return tensor
-    return tensor.resolve_conj().resolve_neg().contiguous()
+def _filled(output: Tensor, tensor: Tensor) -> Tensor:
+    """Memory that has a tensor's elements in order, and neither conjugated nor negated.
 
-
-class _Nothing:
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
-_NOTHING = _Nothing()
-
-
-def _alike(response: Response) -> object:
-    signature = response.any
-    types = tuple(sorted(set(signature.dtypes)))
-    scale = signature.prescale, signature.postscale
-    return response.key[0], types, signature.op, *scale
+    It is the output's own where that lies so, else memory that is copied to the output later.
+    """
+    buffer = output
+    if not output.is_contiguous() or output.is_conj() or output.is_neg():
+        buffer = output.resolve_conj().resolve_neg().contiguous()
+    if output is not tensor:
+        buffer.copy_(tensor)
+    return buffer

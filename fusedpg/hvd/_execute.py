@@ -6,7 +6,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch._C._distributed_c10d as c10d
@@ -31,7 +31,7 @@ DTYPES: dict[str, torch.dtype] = {
     for value in vars(torch).values()
     if isinstance(value, torch.dtype)
 }
-# What torch's Gloo reduces. It refuses other types in its threads, as it reports a lost peer.
+# Torch's Gloo reduces these types. It refuses others in its threads, as it reports a lost peer.
 _GLOO_REDUCES = {torch.uint8, torch.int8, torch.bool, torch.int32, torch.int64, torch.float16}
 _GLOO_REDUCES |= {torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
 # Adasum leaves an operand as it is whose squared norm is below the root of the smallest double.
@@ -40,7 +40,7 @@ _TINY = math.sqrt(2.2250738585072014e-308)
 
 @functools.lru_cache(maxsize=512)
 def _impossible(dtype: torch.dtype, op: int, scaled: bool, divides: bool) -> str:
-    """What torch says of a reduction's own arithmetic in a type; empty if it can be done."""
+    """Torch's error for a reduction's own arithmetic in a type; empty if it can be done."""
     try:
         one = [torch.zeros(1, dtype=dtype)]
         scale_(one, 0.5 if scaled else 1.0)
@@ -51,6 +51,12 @@ def _impossible(dtype: torch.dtype, op: int, scaled: bool, divides: bool) -> str
     except Exception as error:
         return str(error)
     return ""
+
+
+class _Options(Protocol):
+    """The options of any collective of torch."""
+
+    asyncOp: bool
 
 
 class Refused(Exception):
@@ -67,11 +73,6 @@ def nbytes(signature: Signature) -> int:
     """The bytes of one rank's tensors."""
     sizes = zip(signature.dtypes, signature.shapes)
     return sum(DTYPES[dtype].itemsize * math.prod(shape) for dtype, shape in sizes)
-
-
-def rows_of(rows: int, size: int) -> list[int]:
-    """How many rows each rank gets of a reduce-scatter: the first ranks one more."""
-    return [rows // size + (rank < rows % size) for rank in range(size)]
 
 
 def scale_(tensors: Iterable[Tensor], factor: float) -> None:
@@ -116,15 +117,18 @@ class Set:
             except Exception as error:  # of a group that has failed before
                 _log.info("fused: hvd: %s", error)
 
-    def _run(self, collective: Callable[..., Any], *arguments: object) -> None:
-        """Does a collective of the process group.
+    def _run(
+        self, collective: Callable[..., dist.Work | None], options: _Options, *arguments: object
+    ) -> None:
+        """Does a collective of the process group, and returns when it is done.
 
         Raises:
             Refused: on "fused", whose ranks compare what they are about to do.
             Exception: another backend failed; other ranks may wait for this one.
         """
         try:
-            work = collective(*arguments)
+            options.asyncOp = False
+            work = collective(*arguments, options)
             if work is not None:  # "fused" returns nothing for what it has done in the call
                 work.wait()
         except Exception as error:
@@ -158,9 +162,7 @@ class Set:
 
     def _gather(self, output: Tensor, own: Tensor) -> None:
         output, own = self._raw(output), self._raw(own)
-        options = c10d.AllgatherOptions()
-        options.asyncOp = False
-        self._run(self.group._allgather_base, output, own, options)
+        self._run(self.group._allgather_base, c10d.AllgatherOptions(), output, own)
 
     # --- reductions -------------------------------------------------------------------------
 
@@ -199,8 +201,7 @@ class Set:
         own_mean = op == c.AVERAGE and not self.is_fused
         options = c10d.AllreduceCoalescedOptions()
         options.reduceOp = _OPS[c.SUM if own_mean else op]
-        options.asyncOp = False
-        self._run(self.group.allreduce_coalesced, buffers, options)
+        self._run(self.group.allreduce_coalesced, options, buffers)
         if own_mean:
             for buffer in buffers:
                 divide_(buffer, self.size)
@@ -225,14 +226,14 @@ class Set:
         self._check({tensor.dtype}, signature)
         whole = tensor.clone(memory_format=torch.contiguous_format)
         scale_([whole], signature.prescale)
-        rows = rows_of(whole.shape[0], self.size)
+        each, more = divmod(whole.shape[0], self.size)
+        rows = [each + (rank < more) for rank in range(self.size)]
         begin = sum(rows[: self.rank])
         if len(set(rows)) == 1 and self.size > 1 and self.is_fused and whole.numel():
             own = whole.new_empty((rows[0], *whole.shape[1:]))
             options = c10d.ReduceScatterOptions()
             options.reduceOp = _OPS[signature.op]
-            options.asyncOp = False
-            self._run(self.group._reduce_scatter_base, own, whole, options)
+            self._run(self.group._reduce_scatter_base, options, own, whole)
         else:
             self._reduce([whole], signature.op)
             own = whole[begin : begin + rows[self.rank]].clone()
@@ -276,8 +277,7 @@ class Set:
             return
         options = c10d.BroadcastOptions()
         options.rootRank, options.rootTensor = self.ranks.index(root), 0
-        options.asyncOp = False
-        self._run(self.group.broadcast, [self._raw(buffer.view(-1))], options)
+        self._run(self.group.broadcast, options, [self._raw(buffer.view(-1))])
 
     def alltoall(self, tensor: Tensor, splits: Sequence[Sequence[int]]) -> tuple[Tensor, list[int]]:
         """Rows from everybody, and how many from each.
@@ -295,10 +295,8 @@ class Set:
         if self.size == 1:
             output.copy_(own)
         elif any(map(sum, splits)) and width:
-            options = c10d.AllToAllOptions()
-            options.asyncOp = False
             rows = [self._raw(part.view(-1, width)) for part in (output, own)]
-            self._run(self.group.alltoall_base, *rows, received, sent, options)
+            self._run(self.group.alltoall_base, c10d.AllToAllOptions(), *rows, received, sent)
         return output, received
 
 
@@ -319,9 +317,7 @@ def splits_of(response: Response, ranks: Sequence[int]) -> list[list[int]]:
     return told
 
 
-def fused_calls(
-    responses: Iterable[Response], threshold: int, alike: Callable[[Response], object]
-) -> list[list[Response]]:
+def fused_calls(responses: Iterable[Response], threshold: int) -> list[list[Response]]:
     """Which all-reduces are one call each: those of one set, type, operation and scale.
 
     Every rank computes the same: it depends on what ranks have told each other alone.
@@ -329,7 +325,10 @@ def fused_calls(
     open_calls: dict[object, tuple[list[Response], int]] = {}
     calls: list[list[Response]] = []
     for response in responses:
-        key, size = alike(response), nbytes(response.any)
+        signature = response.any
+        types = tuple(sorted(set(signature.dtypes)))
+        scale = signature.prescale, signature.postscale
+        key, size = (response.key[0], types, signature.op, *scale), nbytes(signature)
         call, sofar = open_calls.get(key, ([], 0))
         if not call or sofar + size > threshold:
             call, sofar = [], 0

@@ -25,7 +25,7 @@ from fusedpg.optim import FusedOptimizer, fuse
 from fusedpg.optim._fuse import _HOOKS
 from fusedpg.optim._slices import SliceTensor
 
-# What joined ranks take part in.
+# Joined ranks take part in these.
 _STEP, _REDUCE = 0, 1
 
 _made: list[weakref.ref[Fused]] = []
@@ -40,7 +40,7 @@ class Fused(FusedOptimizer):
     """A fused optimizer with the methods of Horovod's."""
 
     # The whole state while no step has changed it: loaded, restored, or gathered.
-    _hvd_held: dict[Any, Any] | None = None
+    _hvd_held: dict[object, object] | None = None
 
     def step(self, closure: Callable[[], object] | None = None) -> Any:
         loss = None
@@ -113,7 +113,7 @@ class Fused(FusedOptimizer):
     def _hvd_broadcast_state(self, root: int) -> None:
         """Takes over the root's state and groups; collective."""
         is_root = _basics.rank() == root
-        # What only the root has loaded is whole there; otherwise each rank has its slices.
+        # A state that only the root has loaded is whole there; otherwise ranks have slices.
         held = self._hvd_held
         whole = self._hvd_whole(held) if is_root and held is not None else None
         whole = broadcast_object(whole, root, "optimizer.fused")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fusedpg.hvd._basics import ProcessSet
+
+if TYPE_CHECKING:
+    from fusedpg.compress import State
 
 
 def is_communicator(thing: object) -> bool:
@@ -28,15 +32,15 @@ class Grace:
 
     def __init__(
         self,
-        grace: Any,
+        grace: object,
         names: dict[Tensor, str],
         params: Sequence[Tensor],
         process_set: ProcessSet,
     ) -> None:
         self._names, self._params = names, params
         self._steps: Any = None
-        self._state: Any = None
-        self._result = None
+        self._state: State | None = None
+        self._waited = 0  # gradients of this step
         if is_communicator(grace):
             self._steps = grace
             return
@@ -58,65 +62,58 @@ class Grace:
         """Begins with one gradient; the result is a function that waits for it."""
         if grad.is_sparse:
             raise ValueError("hvd: grace= compresses dense gradients only")
-        if self._steps is None:
-            return self._all
-        if not hasattr(self._steps, "send_step"):
-
-            def step() -> None:  # in the order in which gradients are waited for, alike everywhere
-                with torch.no_grad():
-                    grad.copy_(self._steps.step(grad, self._names[param]).view_as(grad))
-
-            return step
-        handles, ctx = self._steps.send_step(grad, self._names[param])
+        if self._state is not None:
+            return partial(self._all, self._state)
+        # A class with `step` takes gradients in the order in which they are waited for, which all
+        # ranks have in common.
+        name, steps = self._names[param], self._steps
+        sent = steps.send_step(grad, name) if hasattr(steps, "send_step") else None
 
         def wait() -> None:
             with torch.no_grad():
-                grad.copy_(self._steps.receive_step(handles, ctx).view_as(grad))
+                result = steps.step(grad, name) if sent is None else steps.receive_step(*sent)
+                grad.copy_(result.view_as(grad))
 
         return wait
 
-    def _all(self) -> None:
+    def _all(self, state: State) -> None:
         """All gradients, once a step: the first that is waited for brings the others."""
-        waited = self._waited = getattr(self, "_waited", 0) + 1
-        if waited == 1:
+        self._waited += 1
+        if self._waited == 1:
             with torch.no_grad():
-                self._exchange()
-        if waited == len(self._params):
+                self._exchange(state)
+        if self._waited == len(self._params):
             self._waited = 0
 
-    def _exchange(self) -> None:
+    def _exchange(self, state: State) -> None:
         by_type: dict[torch.dtype, list[Tensor]] = {}
         for param in reversed(self._params):
             by_type.setdefault(param.dtype, []).append(param)
-        buckets = []
-        for index, params in enumerate(by_type.values()):
-            bucket = _Bucket(index, params, index + 1 == len(by_type))
-            buckets.append((bucket, self._state.take(bucket)))
-        for bucket, future in buckets:
-            bucket.give_back(future.wait())
+        buckets = [
+            _Bucket(index, params, index + 1 == len(by_type))
+            for index, params in enumerate(by_type.values())
+        ]
+        for bucket, future in [(bucket, state.take(bucket)) for bucket in buckets]:
+            for grad, result in bucket.views(future.wait()):
+                grad.copy_(result)
 
 
 class _Bucket:
     """Gradients of an optimizer, with the methods of DDP's bucket that a state calls."""
 
     def __init__(self, index: int, params: list[Tensor], is_last: bool) -> None:
-        self._index, self._params, self._last = index, params, is_last
+        self._index, self._params, self._is_last = index, params, is_last
         self._buffer = params[0].new_empty(sum(p.numel() for p in params))
-        for param, view in self._views(self._buffer):
-            assert param.grad is not None
-            view.copy_(param.grad)
+        for grad, view in self.views(self._buffer):
+            view.copy_(grad)
 
-    def _views(self, buffer: Tensor) -> list[tuple[Tensor, Tensor]]:
-        found, begin = [], 0
+    def views(self, buffer: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each gradient, and its elements in a buffer."""
+        begin = 0
         for param in self._params:
-            found.append((param, buffer.as_strided(param.size(), param.stride(), begin)))
-            begin += param.numel()
-        return found
-
-    def give_back(self, result: Tensor) -> None:
-        for param, view in self._views(result):
             assert param.grad is not None
-            param.grad.copy_(view)
+            yield param.grad, buffer.as_strided(param.size(), param.stride(), begin)
+            begin += param.numel()
 
     def buffer(self) -> Tensor:
         return self._buffer
@@ -125,10 +122,7 @@ class _Bucket:
         return self._index
 
     def is_last(self) -> bool:
-        return self._last
+        return self._is_last
 
     def parameters(self) -> list[Tensor]:
         return self._params
-
-    def gradients(self) -> list[Tensor]:
-        return [view for _, view in self._views(self._buffer)]

@@ -47,11 +47,6 @@ def synced_key(generation: int, worker: int) -> str:
 UPDATES_KEY = "updates"
 
 
-def parse_updates(text: bytes) -> tuple[int, int]:
-    added, removed = (int(part) for part in text.decode().split(","))
-    return added, removed
-
-
 def variables(place: dict[str, object]) -> dict[str, str]:
     """The variables of a place that torch.distributed and Horovod's programs read."""
     names = {
@@ -113,7 +108,7 @@ class Membership:
 
     def changes(self) -> tuple[bool, bool]:
         """True if workers were added or removed since this generation began."""
-        added, removed = parse_updates(self.store.get(UPDATES_KEY))
+        added, removed = map(int, self.store.get(UPDATES_KEY).decode().split(","))
         return added > self.updates[0], removed > self.updates[1]
 
     def mark_synced(self) -> None:

@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Concatenate, ParamSpec
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,22 +31,18 @@ from fusedpg.hvd._basics import (
 )
 from fusedpg.hvd._controller import Signature
 from fusedpg.hvd._engine import Operation
-from fusedpg.hvd.compression import Compression
+from fusedpg.hvd.compression import Compression, Compressor
 from fusedpg.hvd.exceptions import HorovodInternalError
 
 P = ParamSpec("P")
+Result = TypeVar("Result")
 
 Average, Sum, Adasum, Min, Max, Product = range(6)
 """Reduction operations."""
 
 
-def _first(results: Any) -> Any:
+def _first(results: Sequence[Result]) -> Result:
     return results[0]
-
-
-def _signature(kind: str, tensors: Sequence[Tensor], **more: Any) -> Signature:
-    dtypes = tuple(str(tensor.dtype)[6:] for tensor in tensors)
-    return Signature(kind, dtypes, tuple(tuple(tensor.shape) for tensor in tensors), **more)
 
 
 def _begin(
@@ -54,24 +50,28 @@ def _begin(
     tensors: Sequence[Tensor],
     name: str | None,
     process_set: ProcessSet,
-    finish: Callable[[Any], object],
+    finish: Callable[..., object],
     outputs: Sequence[Tensor] = (),
-    **more: object,
+    **more: Any,
 ) -> int:
+    """Submits an operation on the tensors; its signature has more fields than kind and tensors."""
     key = membership(process_set), next_name(kind) if name is None else f"{kind}.{name}"
-    operation = Operation(key, _signature(kind, tensors, **more), tensors, outputs)
-    return begin(operation, finish)
+    # Comprehensions of lists, as those of tuples take a frame for each tensor.
+    dtypes = (*[str(tensor.dtype)[6:] for tensor in tensors],)
+    shapes = (*[tuple(tensor.shape) for tensor in tensors],)
+    signature = Signature(kind, dtypes, shapes, **more)
+    return begin(Operation(key, signature, tensors, outputs), finish)
 
 
 # --- forms ----------------------------------------------------------------------------------
 
 
-def _as(function: Any, called: str, doc: str, returns: str, **first: Any) -> Any:
-    """Gives a form of another function its name, text and signature."""
-    signature = inspect.signature(function.of)
+def _named(function: Any, of: Callable[..., object], called: str, doc: str, returns: str) -> Any:
+    """Gives a form of another function a name, a text, and that one's signature."""
+    signature = inspect.signature(of)
     parameters = list(signature.parameters.values())
-    if first:
-        parameters[0] = parameters[0].replace(**first)
+    if parameters[0].name == "tensors" and not called.startswith("grouped_"):
+        parameters[0] = parameters[0].replace(name="tensor", annotation="Tensor")
     function.__name__ = function.__qualname__ = called
     function.__doc__, function.__module__ = doc, __name__
     function.__signature__ = signature.replace(parameters=parameters, return_annotation=returns)
@@ -88,10 +88,8 @@ def _alone(
         result = grouped([tensor], *args, **kwargs)
         return then(result, _first) if is_async else result[0]
 
-    single.of = grouped  # type: ignore[attr-defined]
-    returns = "int" if is_async else "Tensor"
     name = grouped.__name__.removeprefix("grouped_")
-    return _as(single, name, doc, returns, name="tensor", annotation="Tensor")
+    return _named(single, grouped, name, doc, "int" if is_async else "Tensor")
 
 
 def _waiting(begin: Callable[P, int], doc: str) -> Callable[P, Any]:
@@ -100,9 +98,8 @@ def _waiting(begin: Callable[P, int], doc: str) -> Callable[P, Any]:
     def waits(*args: P.args, **kwargs: P.kwargs) -> Any:
         return synchronize(begin(*args, **kwargs))
 
-    waits.of = begin  # type: ignore[attr-defined]
     returns = "list[Tensor]" if begin.__name__.startswith("grouped_") else "Tensor"
-    return _as(waits, begin.__name__.replace("_async", ""), doc, returns)
+    return _named(waits, begin, begin.__name__.replace("_async", ""), doc, returns)
 
 
 # --- all-reduce -----------------------------------------------------------------------------
@@ -204,8 +201,12 @@ def grouped_allreduce_async(
     return _allreduce(tensors, False, average, name, op, *scale, process_set)
 
 
-def _reduced(name: str | None, more: tuple[Any, ...], *tensors: Tensor) -> Results:
-    results = synchronize(grouped_allreduce_async(tensors, None, name, *more))
+_Reduction = tuple[int, float, float, ProcessSet]
+"""Operation, factors before and after, and the ranks."""
+
+
+def _reduced(name: str | None, more: _Reduction, *tensors: Tensor) -> Results:
+    results = synchronize(_allreduce(tensors, False, None, name, *more))
     return results, lambda *grads: Collective.apply(partial(_reduced, None, more), *grads)
 
 
@@ -213,7 +214,7 @@ def grouped_allreduce(
     tensors: Sequence[Tensor],
     average: bool | None = None,
     name: str | None = None,
-    compression: Any = Compression.none,
+    compression: type[Compressor] = Compression.none,
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -228,8 +229,11 @@ def grouped_allreduce(
     """
     with telling(c.ALLREDUCE, name, process_set):
         more = _op(op, average), prescale_factor, postscale_factor, process_set
-        sent = [compression.compress(tensor) for tensor in tensors]
-    results = Collective.apply(partial(_reduced, name, more), *(tensor for tensor, _ in sent))
+        plain = compression is Compression.none
+        sent = [(t, None) if plain else compression.compress(t) for t in tensors]
+    results = Collective.apply(partial(_reduced, name, more), *[tensor for tensor, _ in sent])
+    if plain:
+        return list(results)
     return [compression.decompress(result, ctx) for result, (_, ctx) in zip(results, sent)]
 
 
@@ -379,8 +383,11 @@ def broadcast(
 
 # --- all-to-all -----------------------------------------------------------------------------
 
+Splits = Sequence[int] | Tensor | None
+"""Rows for each rank; None: as many for each."""
 
-def _splits(tensor: Tensor, splits: Any, process_set: ProcessSet) -> tuple[int, ...]:
+
+def _splits(tensor: Tensor, splits: Splits, process_set: ProcessSet) -> tuple[int, ...]:
     """An all-to-all's splits as numbers; empty for equal ones."""
     count = process_set.size()
     assert count is not None
@@ -404,7 +411,7 @@ def _splits(tensor: Tensor, splits: Any, process_set: ProcessSet) -> tuple[int, 
 
 def alltoall_async(
     tensor: Tensor,
-    splits: Any = None,
+    splits: Splits = None,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
@@ -419,21 +426,18 @@ def alltoall_async(
         (own,) = _some(c.ALLTOALL, [tensor])
         numbers = _splits(own, splits, process_set)
 
-    def finish(result: tuple[Tensor, list[int]]) -> Any:
+    def finish(result: tuple[Tensor, list[int]]) -> Tensor | tuple[Tensor, Tensor]:
         rows, received = result
-        return (
-            rows
-            if splits is None
-            else (
-                rows,
-                torch.tensor(received, dtype=torch.int32, device="cpu"),
-            )
-        )
+        if splits is None:
+            return rows
+        return rows, torch.tensor(received, dtype=torch.int32, device="cpu")
 
     return _begin(c.ALLTOALL, [own], name, process_set, finish, numbers=numbers)
 
 
-def _exchanged(splits: Any, name: str | None, process_set: ProcessSet, tensor: Tensor) -> Results:
+def _exchanged(
+    splits: Splits, name: str | None, process_set: ProcessSet, tensor: Tensor
+) -> Results:
     if splits is None:
         with telling(c.ALLTOALL, name, process_set):
             splits = _splits(tensor, None, process_set)
@@ -453,7 +457,7 @@ def _exchanged(splits: Any, name: str | None, process_set: ProcessSet, tensor: T
 
 def alltoall(
     tensor: Tensor,
-    splits: Any = None,
+    splits: Splits = None,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
@@ -481,21 +485,24 @@ def grouped_reducescatter_async(
             raise HorovodInternalError("hvd: reducescatter has no Adasum")
         if any(tensor.dim() == 0 for tensor in own):
             raise ValueError("hvd: reducescatter needs tensors of at least one dimension")
-        more: dict[str, Any] = {"op": _op(op, None), "prescale": float(prescale_factor)}
-        more["postscale"] = float(postscale_factor)
-    return _begin(c.REDUCESCATTER, own, name, process_set, list, **more)
+        op, before, after = _op(op, None), float(prescale_factor), float(postscale_factor)
+    return _begin(
+        c.REDUCESCATTER, own, name, process_set, list, op=op, prescale=before, postscale=after
+    )
 
 
 _doc = "Reduces a tensor, and gives each rank its rows; see :func:`grouped_reducescatter_async`."
 reducescatter_async = _alone(grouped_reducescatter_async, _doc)
 
 
-def _scattered(name: str | None, more: tuple[Any, ...], *tensors: Tensor) -> Results:
-    results = synchronize(grouped_reducescatter_async(tensors, name, *more))
-    op, process_set, prescale, postscale = more
+def _scattered(name: str | None, more: _Reduction, *tensors: Tensor) -> Results:
+    op, prescale, postscale, process_set = more
+    results = synchronize(
+        grouped_reducescatter_async(tensors, name, op, process_set, prescale, postscale)
+    )
 
     def of_gradients(*grads: Tensor) -> list[Tensor]:
-        factor = prescale * postscale * (process_set.size() if op == Sum else 1)
+        factor = prescale * postscale * (len(process_set.ranks) if op == Sum else 1)
         scaled = [grad if factor == 1 else grad * factor for grad in grads]
         return grouped_allgather(scaled, process_set=process_set)
 
@@ -505,7 +512,7 @@ def _scattered(name: str | None, more: tuple[Any, ...], *tensors: Tensor) -> Res
 def grouped_reducescatter(
     tensors: Sequence[Tensor],
     name: str | None = None,
-    compression: Any = Compression.none,
+    compression: type[Compressor] = Compression.none,
     op: int = Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
@@ -514,7 +521,7 @@ def grouped_reducescatter(
     """This rank's rows of the reduced tensors, with gradients."""
     with telling(c.REDUCESCATTER, name, process_set):
         sent = [compression.compress(tensor) for tensor in tensors]
-    more = op, process_set, prescale_factor, postscale_factor
+    more = op, prescale_factor, postscale_factor, process_set
     results = Collective.apply(partial(_scattered, name, more), *(tensor for tensor, _ in sent))
     return [compression.decompress(result, ctx) for result, (_, ctx) in zip(results, sent)]
 

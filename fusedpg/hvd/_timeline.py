@@ -46,7 +46,7 @@ class Timeline:
     def cycle(self) -> None:
         if self._mark_cycles:
             with self._lock:
-                self._write({"ph": "i", "name": "CYCLE_START", "s": "g", "pid": 0, **self._now()})
+                self._write_now("i", "CYCLE_START", 0, s="g")
 
     def told(self, controller: Controller, bits: Sequence[int], messages: dict[int, bytes]) -> None:
         """Which ranks have become ready for which operations."""
@@ -66,28 +66,23 @@ class Timeline:
         inner = f"FUSED_{name}" if len(call) > 1 else f"COLLECTIVE_{name}"
         with self._lock:
             for response in call:
-                self._begin(response, name, inner)
+                self._end_negotiation(response)
+                pid = self._pid(response.any.kind, response.key)
+                self._write_now("B", name, pid, args=self._described(response))
+                self._write_now("B", inner, pid)
         try:
             yield
         finally:
             with self._lock:
                 for response in call:
                     pid = self._pid(response.any.kind, response.key)
-                    self._write({"ph": "E", "name": inner, "pid": pid, **self._now()})
-                    end = {"ph": "E", "name": name, "args": self._described(response)}
-                    self._write({**end, "pid": pid, **self._now()})
+                    self._write_now("E", inner, pid)
+                    self._write_now("E", name, pid, args=self._described(response))
 
     def negotiated(self, response: Response) -> None:
         """Ends the negotiation of an operation that moves nothing."""
         with self._lock:
             self._end_negotiation(response)
-
-    def _begin(self, response: Response, name: str, inner: str) -> None:
-        self._end_negotiation(response)
-        pid = self._pid(response.any.kind, response.key)
-        begin = {"ph": "B", "name": name, "args": self._described(response)}
-        self._write({**begin, "pid": pid, **self._now()})
-        self._write({"ph": "B", "name": inner, "pid": pid, **self._now()})
 
     def _described(self, response: Response) -> dict[str, str]:
         dtypes, shapes = response.any.dtypes, response.any.shapes
@@ -96,18 +91,16 @@ class Timeline:
     def _end_negotiation(self, response: Response) -> None:
         if self._told.pop(response.key, None) is not None:
             kind = response.any.kind
-            pid, name = self._pid(kind, response.key), f"NEGOTIATE_{kind.upper()}"
-            self._write({"ph": "E", "name": name, "pid": pid, **self._now()})
+            self._write_now("E", f"NEGOTIATE_{kind.upper()}", self._pid(kind, response.key))
 
     def _tick(self, key: Key, kind: str, rank: int) -> None:
         pid = self._pid(kind, key)
         if key not in self._told:
             self._told[key] = set()
-            name = f"NEGOTIATE_{kind.upper()}"
-            self._write({"ph": "B", "name": name, "pid": pid, **self._now()})
+            self._write_now("B", f"NEGOTIATE_{kind.upper()}", pid)
         if rank not in self._told[key]:
             self._told[key].add(rank)
-            self._write({"ph": "X", "name": str(rank), "dur": 0, "pid": pid, **self._now()})
+            self._write_now("X", str(rank), pid, dur=0)
 
     def _pid(self, kind: str, key: Key) -> int:
         set_id, name = key
@@ -122,8 +115,9 @@ class Timeline:
             self._write({"name": "process_sort_index", "ph": "M", "pid": pid, "args": order})
         return pid
 
-    def _now(self) -> dict[str, int]:
-        return {"ts": int((time.perf_counter() - self._began) * 1e6)}
+    def _write_now(self, phase: str, name: str, pid: int, **more: object) -> None:
+        now = int((time.perf_counter() - self._began) * 1e6)
+        self._write({"ph": phase, "name": name, "pid": pid, "ts": now, **more})
 
     def _write(self, event: dict[str, object]) -> None:
         if not self._file.closed:

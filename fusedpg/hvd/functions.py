@@ -6,17 +6,26 @@ import importlib.util
 import io
 import itertools
 import pickle
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import (
+    keystr,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map_only,
+    tree_unflatten,
+)
 
 from fusedpg.hvd._basics import ProcessSet, global_process_set, rank, synchronize
 from fusedpg.hvd._operations import allgather, broadcast_, broadcast_async_
 
 
-def broadcast_parameters(params: Any, root_rank: int) -> None:
+def broadcast_parameters(
+    params: Mapping[str, Tensor] | Iterable[Tensor | tuple[str, Tensor]], root_rank: int
+) -> None:
     """Overwrites tensors by the root's.
 
     Args:
@@ -106,48 +115,26 @@ def broadcast_optimizer_state(
         for param in itertools.chain(*(group["params"] for group in optimizer.param_groups)):
             if param.requires_grad and param.grad is None:
                 param.grad = torch.zeros_like(param)
-    outline = broadcast_object(_outline(own), root_rank, "optimizer")
     tensors: list[tuple[str, Tensor]] = []
-    state = _filled(outline, own, "optimizer", tensors, rank() == root_rank)
+    is_root = rank() == root_rank
+    # Every rank has tensors of the root's shapes and types: the root its own, the others new ones.
+    outline = broadcast_object(tree_map_only(Tensor, _Hole, own), root_rank, "optimizer")
+    own_leaves = tree_leaves(own) if is_root else itertools.repeat(None)
+    leaves, structure = tree_flatten_with_path(outline)
+    values = []
+    for (path, leaf), own_leaf in zip(leaves, own_leaves):
+        if isinstance(leaf, _Hole):
+            leaf = own_leaf if is_root else torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
+            tensors.append((f"optimizer{keystr(path)}", leaf))
+        values.append(leaf)
     broadcast_parameters(tensors, root_rank)
-    if rank() != root_rank:
+    if not is_root:
         # Without the class's own: a wrapped optimizer's handles are not concerned.
-        torch.optim.Optimizer.load_state_dict(optimizer, state)
+        torch.optim.Optimizer.load_state_dict(optimizer, tree_unflatten(values, structure))
 
 
-class _Hole(tuple[Any, ...]):
-    """The place that a tensor of some shape and type belongs to."""
+class _Hole:
+    """Stands for a tensor while the rest of a state is sent."""
 
-
-def _outline(value: Any) -> Any:
-    """A state without its tensors."""
-    if isinstance(value, Tensor):
-        return _Hole((tuple(value.shape), value.dtype))
-    if isinstance(value, dict):
-        return {key: _outline(of) for key, of in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(_outline, value))
-    return value
-
-
-def _filled(
-    outline: Any, own: Any, name: str, tensors: list[tuple[str, Tensor]], is_root: bool
-) -> Any:
-    """A state with tensors in an outline's holes: the root's own, new ones elsewhere."""
-    if isinstance(outline, _Hole):
-        shape, dtype = outline
-        tensor = own if is_root else torch.empty(shape, dtype=dtype, device="cpu")
-        tensors.append((name, tensor))
-        return tensor
-    if isinstance(outline, dict):
-        items = [(key, own[key] if is_root else None) for key in outline]
-        return {
-            key: _filled(outline[key], of, f"{name}.{key}", tensors, is_root) for key, of in items
-        }
-    if type(outline) in (list, tuple):
-        parts = [
-            _filled(of, own[i] if is_root else None, f"{name}.{i}", tensors, is_root)
-            for i, of in enumerate(outline)
-        ]
-        return type(outline)(parts)
-    return outline
+    def __init__(self, tensor: Tensor) -> None:
+        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
 import itertools
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -18,10 +19,10 @@ from torch.optim.optimizer import Optimizer, StateDict
 from fusedpg.hvd import _operations as ops
 from fusedpg.hvd._basics import ProcessSet, global_process_set, is_elastic, size, synchronize
 from fusedpg.hvd._grace import Grace, is_communicator
-from fusedpg.hvd.compression import Compression
+from fusedpg.hvd.compression import Compression, Compressor
 from fusedpg.hvd.functions import broadcast_object
 
-Wait = Callable[[], Any]
+Wait = Callable[[], object]
 _Seen = tuple[Tensor | None, int]
 
 
@@ -37,18 +38,14 @@ def _named(
         pairs = list(named_parameters)
         if any(not isinstance(pair, tuple) for pair in pairs):
             raise ValueError("hvd: named_parameters are pairs such as model.named_parameters()")
-    names = [name for name, _ in pairs]
-    twice = sorted({name for name in names if names.count(name) > 1}) if _twice(names) else []
+    counts = collections.Counter(name for name, _ in pairs)
+    twice = sorted(name for name, count in counts.items() if count > 1)
     if twice:
         raise ValueError(f"hvd: names of parameters must be unique, found twice: {twice}")
     found = {p: name for name, p in pairs}
     if any(p not in found for p in own):
         raise ValueError("hvd: named_parameters lacks parameters of the optimizer")
     return found
-
-
-def _twice(names: Sequence[str]) -> bool:
-    return len(set(names)) < len(names)
 
 
 def _seen(grad: Tensor | None) -> _Seen:
@@ -237,12 +234,12 @@ class _Gradients(_Reducing):
 
     def _hvd_set_up(
         self,
-        compression: Any,
+        compression: type[Compressor],
         op: int,
         predivide: float,
         groups: int | list[list[Tensor]] | None,
         sparse_as_dense: bool,
-        grace: Any,
+        grace: Grace | None,
     ) -> None:
         """Before ``_hvd_begin``."""
         self._hvd_compression, self._hvd_op = compression, op
@@ -422,20 +419,22 @@ class _Gradients(_Reducing):
         finally:
             self._hvd_synchronized = False
 
-    def _hvd_reduced_loss(self, loss: Any) -> Any:
+    def _hvd_reduced_loss(self, loss: Tensor | float) -> Tensor | float:
         if not self._hvd_active or not self._hvd_groups:
             return loss
-        is_tensor = isinstance(loss, Tensor)
-        own = loss.detach() if is_tensor else torch.tensor(loss, dtype=torch.double, device="cpu")
+        if isinstance(loss, Tensor):
+            own = loss.detach()
+        else:
+            own = torch.tensor(loss, dtype=torch.double, device="cpu")
         name = f"loss.{self._hvd_groups[0].name}"
         reduced = ops.allreduce(own, name=name, op=self._hvd_op, process_set=self._hvd_set)
-        return reduced if is_tensor else reduced.item()
+        return reduced if isinstance(loss, Tensor) else reduced.item()
 
 
 class _Deltas(_Reducing):
     """Combines by Adasum what one rank's own step makes of its parameters."""
 
-    def _hvd_set_up(self, compression: Any) -> None:
+    def _hvd_set_up(self, compression: type[Compressor]) -> None:
         self._hvd_compression = compression
         self._hvd_starts: dict[Tensor, Tensor] = {}
 
@@ -472,7 +471,7 @@ class _Deltas(_Reducing):
     def synchronize(self) -> None:
         """Nothing: parameters are combined, not gradients."""
 
-    def skip_synchronize(self) -> Any:
+    def skip_synchronize(self) -> NoReturn:
         raise AssertionError("hvd: Adasum combines parameters in step(), which cannot be skipped")
 
     def step(self, closure: Any = None) -> Any:
@@ -518,7 +517,7 @@ def _in_graces_order(function: Callable[..., object]) -> Callable[..., object]:
     """Takes ``(optimizer, grace, named_parameters, ...)``, too, as GRACE's own function does."""
 
     @functools.wraps(function)
-    def either(optimizer: Optimizer, *args: object, **kwargs: object) -> Any:
+    def either(optimizer: Optimizer, *args: object, **kwargs: object) -> object:
         if args and (is_communicator(args[0]) or isinstance(args[0], Mapping)):
             kwargs["grace"], *rest = args
             return function(optimizer, *rest, **kwargs)
@@ -531,7 +530,7 @@ def _in_graces_order(function: Callable[..., object]) -> Callable[..., object]:
 def DistributedOptimizer(
     optimizer: Optimizer,
     named_parameters: Iterable[tuple[str, Tensor]] | None = None,
-    compression: Any = Compression.none,
+    compression: type[Compressor] = Compression.none,
     backward_passes_per_step: int = 1,
     op: int = ops.Average,
     gradient_predivide_factor: float = 1.0,
@@ -540,7 +539,7 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
     *,
-    grace: Any = None,
+    grace: object = None,
     fused: bool = False,
 ) -> Any:
     """An optimizer that applies gradients of all ranks.
@@ -608,11 +607,12 @@ def DistributedOptimizer(
         made._hvd_set_up(compression)
         made._hvd_begin(names, backward_passes_per_step, process_set)
         return made
+    sender = None
     if grace is not None:
         params = [p for group in optimizer.param_groups for p in group["params"]]
-        grace = Grace(grace, names, [p for p in params if p.requires_grad], process_set)
+        sender = Grace(grace, names, [p for p in params if p.requires_grad], process_set)
     made = _adopted(_Gradients, optimizer)
-    made._hvd_set_up(compression, op, gradient_predivide_factor, groups, sparse_as_dense, grace)
+    made._hvd_set_up(compression, op, gradient_predivide_factor, groups, sparse_as_dense, sender)
     made._hvd_begin(names, backward_passes_per_step, process_set)
     return made
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fusedpg.hvd import _operations as ops
@@ -59,7 +60,7 @@ class _Statistics(torch.autograd.Function):
     """Mean, biased variance and number of elements of each channel over all ranks."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor) -> Any:
+    def forward(ctx: FunctionCtx, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         wide = input.double()
         count = torch.tensor(
             [float(input.numel() // max(input.size(1), 1))], dtype=torch.double, device="cpu"
@@ -75,7 +76,7 @@ class _Statistics(torch.autograd.Function):
         return mean.to(kind), variance.to(kind), total
 
     @staticmethod
-    def backward(ctx: Any, mean_grad: Tensor, variance_grad: Tensor, _: object) -> Any:
+    def backward(ctx: Any, mean_grad: Tensor, variance_grad: Tensor, _: object) -> Tensor:
         input, mean, total = ctx.saved_tensors
         # Every rank's output depends on these statistics: their gradients add up.
         both = ops.allreduce(torch.stack([mean_grad, variance_grad]).double(), op=ops.Sum) / total

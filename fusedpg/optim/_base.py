@@ -1,11 +1,11 @@
-"""What the fused optimizers have in common."""
+"""The base of the fused optimizers."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypedDict, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -17,8 +17,8 @@ from fusedpg._refusal import tell, telling
 from fusedpg.functional import _backend
 from fusedpg.optim._bridge import CommHook, check_ddp, check_hook, check_hook_group
 from fusedpg.optim._checkpoint import WholeState, consolidate_in_trainer
-from fusedpg.optim._gradients import ShardedGrad, SpentGrad, StepContext
-from fusedpg.optim._join import Doing, StepOnJoin
+from fusedpg.optim._context import StepContext, StepOnJoin, StepOptions
+from fusedpg.optim._gradients import Doing, ShardedGrad, SpentGrad
 from fusedpg.optim._modes import (
     Attached,
     Detached,
@@ -31,6 +31,9 @@ from fusedpg.optim._modes import (
 from fusedpg.optim._parameters import laid_out, refuse_sharded
 from fusedpg.optim._state import ParamGroup
 from fusedpg.optim._torch import in_backward, uncompiled
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -48,7 +51,7 @@ class Options(TypedDict, total=False):
     comm_hook: CommHook | None
 
 
-def _complete(step: Any) -> Any:
+def _complete(step: _F) -> _F:
     """A ``step`` with its hooks and profile, which torch's Optimizer adds to that of a class, and
     all of which torch.compile leaves alone. It would trace the hooks, and anew in every step."""
     hooked: Any = uncompiled(Optimizer.profile_hook_step(step))
@@ -208,7 +211,7 @@ class FusedOptimizer(WholeState, Joinable):
         # Those that were taken out of param_groups, too.
         self._context.memory.own(self._context.layouts)
 
-    def _is_pending(self, grad: Any, attached: bool) -> bool:
+    def _is_pending(self, grad: torch.Tensor | None, attached: bool) -> bool:
         if not isinstance(grad, ShardedGrad):
             return False
         return (attached or grad.holds_reduced()) and (
@@ -236,7 +239,7 @@ class FusedOptimizer(WholeState, Joinable):
         grads: list[torch.Tensor],
         *,
         used: torch.Tensor | None = None,
-        **options: Any,
+        **options: Unpack[StepOptions],
     ) -> list[Callable[[], None]]:
         """Starts the step of some parameters, in one operation if their groups allow."""
         self._context.number_groups()
@@ -253,8 +256,8 @@ class FusedOptimizer(WholeState, Joinable):
         self._context.check_layouts(params)
         self._state_changes()
         made = self._make_state(params)
-        # What one operation cannot mix: other state, and momentum buffers without a value.
-        kinds: dict[Any, list[int]] = {}
+        # One operation cannot mix other state, and momentum buffers without a value.
+        kinds: dict[tuple[tuple[str, ...], bool, bool], list[int]] = {}
         groups = [self._context.group_of[param] for param in params]
         for i, (param, number) in enumerate(zip(params, groups, strict=True)):
             group = self.param_groups[number]
@@ -288,14 +291,14 @@ class FusedOptimizer(WholeState, Joinable):
         master: bool,
         first: bool,
         used: torch.Tensor | None,
-        options: ParamGroup,
-    ) -> Any:
+        options: StepOptions,
+    ) -> dist.Work:
         """One operation. ``states`` by key; the moments in the operation's order, then others."""
         position = {number: i for i, number in enumerate(sorted(set(groups)))}
         special = {"first_step": True} if first else {}
         hyper = self._context.extension.Hyper
         hypers = [hyper(**self._hyper(self.param_groups[n]), **special) for n in position]
-        return self._context.backend.fused_step_(
+        work = self._context.backend.fused_step_(
             self._op,
             params,
             grads,
@@ -311,6 +314,8 @@ class FusedOptimizer(WholeState, Joinable):
             async_op=True,
             **options,
         )
+        assert work is not None
+        return work
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -372,6 +377,8 @@ class FusedOptimizer(WholeState, Joinable):
                 context.announce(Doing.STEP, scale=scale, found_inf=found_inf)
             context.in_step = True
             try:
+                if context.memory.shared:
+                    context.check_shared()
                 self._mode.step(scale, found_inf)
             finally:
                 context.in_step = context.notified = False
@@ -433,7 +440,7 @@ class FusedOptimizer(WholeState, Joinable):
 
     # --- uneven inputs ------------------------------------------------------------------
 
-    def join_hook(self, **kwargs: Any) -> JoinHook:
+    def join_hook(self, **kwargs: object) -> JoinHook:
         """For ``Join([ddp, optimizer])``: joined ranks take part in the others' steps."""
         return StepOnJoin(self._context, self._shadow_step)
 

@@ -13,7 +13,7 @@ import collections
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,14 +21,16 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from fusedpg import _agreement
 from fusedpg._refusal import shared_errors, tell
 from fusedpg._registration import load_extension
 from fusedpg.functional import _backend
 from fusedpg.optim import _torch
-from fusedpg.optim._gradients import ShardedGrad, SpentGrad, StepContext, end_all
-from fusedpg.optim._parameters import add_hook, laid_out
+from fusedpg.optim._context import StepContext
+from fusedpg.optim._gradients import ShardedGrad, SpentGrad, end_all
+from fusedpg.optim._parameters import Numbers, add_hook, laid_out
 
 _log = logging.getLogger("fusedpg")
 
@@ -40,13 +42,17 @@ _GETSTATE = "__getstate__"
 
 
 class Gradient(NamedTuple):
-    """What a rank knows of the gradient of a parameter."""
+    """The facts that a rank has about the gradient of a parameter."""
 
     param: torch.Tensor
     local: torch.Tensor  # this rank's
     output: torch.Tensor  # memory laid out alike that may be overwritten
     earlier: ShardedGrad | None  # reduced by an earlier backward, to be added
     used: bool = True  # by this rank
+
+
+_OfDdp = tuple[torch.Tensor, torch.Tensor]
+"""A parameter of no optimizer of ours, and its gradient's memory in DDP's bucket."""
 
 
 class Bucket:
@@ -68,7 +74,7 @@ class Bucket:
         self.grads: list[ShardedGrad] = []  # what stood in p.grad after the pass before
 
 
-def check_hook(comm_hook: Any, overlap: bool, reduce: str) -> None:
+def check_hook(comm_hook: object, overlap: bool, reduce: str) -> None:
     """Raises for what is no hook, and for options that do not go with one."""
     if not (isinstance(comm_hook, tuple) and len(comm_hook) == 2 and callable(comm_hook[1])):
         raise TypeError(
@@ -89,22 +95,16 @@ def takes_gradients(comm_hook: CommHook | None) -> bool:
     return comm_hook is not None and getattr(comm_hook[1], "takes_gradients", False)
 
 
-def abandon(comm_hook: CommHook | None) -> None:
-    """Tells the state, if it wants to know (fusedpg.compress.State), that a backward was cut short:
-    buckets that it holds back for others would be waited for in vain."""
-    told = None if comm_hook is None else getattr(comm_hook[0], "abandon", None)
-    if told is not None:
-        told()
+def _tell_state(comm_hook: CommHook | None, method: str, *arguments: object) -> None:
+    """Calls a method of the hook's state, if it has it (fusedpg.compress.State)."""
+    function = None if comm_hook is None else getattr(comm_hook[0], method, None)
+    if function is not None:
+        function(*arguments)
 
 
-def check_state(comm_hook: CommHook | None, modules: dist.ProcessGroup) -> None:
-    """Asks the state, if it knows its ranks (fusedpg.compress.State), whether they are these."""
-    known = None if comm_hook is None else getattr(comm_hook[0], "check_module", None)
-    if known is not None:
-        known(modules)
-
-
-def check_hook_group(group: dist.ProcessGroup, modules: dist.ProcessGroup, device: Any) -> None:
+def check_hook_group(
+    group: dist.ProcessGroup, modules: dist.ProcessGroup, device: torch.device
+) -> None:
     """A hook's mean is the same on all of the module's ranks, so each may share its optimizer's
     state with some of them. Norms are the same bits everywhere if all groups are of one size.
 
@@ -150,23 +150,6 @@ class Exchange:
             self._buffer.copy_(result.view_as(self._buffer))
 
 
-def any_rank(used: torch.Tensor | None, group: dist.ProcessGroup) -> Any:
-    """Has flags become whether any rank has set them, asynchronously."""
-    return None if used is None else dist.all_reduce(used, dist.ReduceOp.MAX, group, async_op=True)
-
-
-class Combined:
-    """The part of a bucket that belongs to one optimizer, as a work that its mode waits for."""
-
-    def __init__(self, exchange: Exchange, asked: Any) -> None:
-        self._exchange, self._asked = exchange, asked
-
-    def wait(self) -> None:
-        if self._asked is not None:
-            self._asked.wait()
-        self._exchange.wait()
-
-
 class BucketOwner:
     """A mode of an optimizer that takes gradients of a DDP: what the bridge calls."""
 
@@ -180,8 +163,10 @@ class BucketOwner:
         """A bucket in any other case."""
         raise NotImplementedError
 
-    def combined(self, gradients: list[Gradient], used: Flags, work: "Combined") -> None:
-        """A bucket that a hook of the user's combines."""
+    def combined(
+        self, gradients: list[Gradient], used: Flags, works: Sequence[dist.Work | Exchange]
+    ) -> None:
+        """A bucket that a hook of the user's combines; it is there when these works are done."""
         raise NotImplementedError
 
     def nested_done(self) -> None:
@@ -242,9 +227,9 @@ class Bridge:
         self._ddp = weakref.ref(ddp)
         self._owners: dict[torch.Tensor, weakref.ref[BucketOwner]] = {}
         # Its optimizers' modes, and their parameters as they were when the bridge looked.
-        self._modes: weakref.WeakKeyDictionary[BucketOwner, Any] = weakref.WeakKeyDictionary()
-        self._watches: dict[torch.Tensor, Any] = {}  # hooks of parameters
-        self._forward_hooks: list[Any] = []
+        self._modes: weakref.WeakKeyDictionary[BucketOwner, Numbers] = weakref.WeakKeyDictionary()
+        self._watches: dict[torch.Tensor, RemovableHandle] = {}
+        self._forward_hooks: list[RemovableHandle] = []
         # Sees every gradient: csrc/c10d/gradients.cpp (`accumulated`). It counts parameters.
         self._extension = load_extension()
         self._watch = self._extension.GradientWatch()
@@ -286,7 +271,7 @@ class Bridge:
             bridge.add(mode, params)
             return bridge
         _torch.check(ddp)
-        check_state(comm_hook, ddp.process_group)
+        _tell_state(comm_hook, "check_module", ddp.process_group)
         bridge = Bridge(ddp, comm_hook)
         bridge._check(mode, params)
         try:
@@ -302,7 +287,7 @@ class Bridge:
             ddp.register_forward_hook(bridge._after_forward),
         ]
         setattr(ddp, _ATTRIBUTE, bridge)
-        # What copy and pickle ask for. Of a class they would ask, too, but it is torch's.
+        # Copy and pickle ask for it. They would ask the class, too, but that is torch's.
         setattr(ddp, _GETSTATE, bridge._state_of_module)
         bridge.add(mode, params)
         return bridge
@@ -345,7 +330,7 @@ class Bridge:
     def add(self, mode: BucketOwner, params: list[torch.Tensor]) -> None:
         self._follow()
         self._check(mode, params)
-        self._modes.setdefault(mode)
+        self._modes.setdefault(mode, Numbers())
         for param in params:
             if param not in self._number:
                 self._number[param] = len(self._params)
@@ -418,7 +403,7 @@ class Bridge:
         return ddp is not None and _torch.divides_by_active(ddp)
 
     def buckets_left(self) -> int:
-        """Of a backward that is under way, or else of the next one."""
+        """The buckets left in a backward that is under way, or else those of the next one."""
         ddp = self._ddp()
         every = 0 if ddp is None else len(_torch.buckets(ddp))
         return every - self._begun if self._watch.armed else every
@@ -515,7 +500,8 @@ class Bridge:
             error = RuntimeError("a backward has raised; this rank's own error says why")
             if ddp is not None and left:
                 tell(ddp.process_group, error, shared_errors(), self._params, left)
-        abandon(self._comm_hook)
+        # Buckets that the state holds back for others would be waited for in vain.
+        _tell_state(self._comm_hook, "abandon")
         others, self._others = self._others, []
         try:
             end_all([*others, *[mode.context.wait for mode in self._modes]])
@@ -569,7 +555,7 @@ class Bridge:
     # --- one bucket -----------------------------------------------------------------------
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """What DDP calls. Peers hear of what this rank raises before it begins an operation."""
+        """DDP calls it. Peers hear of what this rank raises before it begins an operation."""
         ddp, buffer = self._ddp(), bucket.buffer()
         assert ddp is not None
         self._begun += 1
@@ -587,9 +573,9 @@ class Bridge:
                     break
             result: torch.futures.Future[torch.Tensor] | None = None
             if buffer.layout != torch.strided:
-                result = self._reduce_sparse(bucket, buffer, params, ddp)
-            elif shadow or not self._reduce_taken(bucket, buffer, params, ddp):
-                self._reduce_each(bucket, buffer, params, shadow, ddp)
+                result = self._reduce_sparse(bucket, params, ddp)
+            elif shadow or not self._reduce_taken(bucket, params, ddp):
+                self._reduce_each(bucket, params, shadow, ddp)
             if bucket.is_last() and shadow:
                 end_all([mode.shadow_done for mode in self._modes])
             elif bucket.is_last():
@@ -607,13 +593,10 @@ class Bridge:
         return future
 
     def _reduce_sparse(
-        self,
-        bucket: GradBucket,
-        buffer: torch.Tensor,
-        params: list[torch.Tensor],
-        ddp: DistributedDataParallel,
+        self, bucket: GradBucket, params: list[torch.Tensor], ddp: DistributedDataParallel
     ) -> "torch.futures.Future[torch.Tensor] | None":
-        """What DDP does, with a sparse gradient that is no optimizer's of ours."""
+        """Reduces a sparse gradient that is no optimizer's of ours, as DDP does."""
+        buffer = bucket.buffer()
         if any(self._owner(param) is not None for param in params):
             raise RuntimeError("fused optimizers do not take sparse gradients; use sparse=False")
         if self._comm_hook is not None:
@@ -630,14 +613,10 @@ class Bridge:
         return None
 
     def _reduce_taken(
-        self,
-        bucket: GradBucket,
-        buffer: torch.Tensor,
-        params: list[torch.Tensor],
-        ddp: DistributedDataParallel,
+        self, bucket: GradBucket, params: list[torch.Tensor], ddp: DistributedDataParallel
     ) -> bool:
         """The usual case: all gradients of the bucket were taken."""
-        known = self._buckets.get(bucket.index())
+        known, buffer = self._buckets.get(bucket.index()), bucket.buffer()
         if (
             known is None
             or known.address != buffer.data_ptr()
@@ -659,11 +638,11 @@ class Bridge:
     def _reduce_each(
         self,
         bucket: GradBucket,
-        buffer: torch.Tensor,
         params: list[torch.Tensor],
         shadow: bool,
         ddp: DistributedDataParallel,
     ) -> None:
+        buffer = bucket.buffer()
         mine: dict[BucketOwner, list[Gradient]] = collections.defaultdict(list)
         others = []
         offset = 0
@@ -707,7 +686,7 @@ class Bridge:
             self._buckets[bucket.index()] = known
 
     def _return_taken(self, param: torch.Tensor) -> None:
-        """Of a parameter that has no optimizer any more."""
+        """Gives back the gradient of a parameter that has no optimizer any more."""
         number = self._number.get(param)
         taken = None if number is None else self._watch.take(number)
         if taken is not None:
@@ -744,9 +723,9 @@ class Bridge:
         return Gradient(param, local, memory, earlier, used or earlier is None)
 
     def _facts(
-        self, gradients: list[tuple[torch.Tensor, torch.Tensor]], shadow: bool, group: Any
+        self, gradients: list[_OfDdp], shadow: bool, group: dist.ProcessGroup
     ) -> list[float]:
-        """Of parameters of no optimizer of ours: how many ranks have data, and for each parameter
+        """For parameters of no optimizer of ours: how many ranks have data, and for each parameter
         how many use it. DDP has to be told less when it does it itself."""
         for param, _ in gradients:
             if not isinstance(param.grad, (ShardedGrad, SpentGrad)):
@@ -757,20 +736,17 @@ class Bridge:
                     "fused optimizer, or that is gone, and its gradient of an earlier backward "
                     "was not dropped: call zero_grad() of the model before the next backward"
                 )
-            else:
-                raise RuntimeError(
-                    f"a parameter of shape {tuple(param.shape)} belongs to two "
-                    "DistributedDataParallel modules, and the fused optimizer of one of them has "
-                    "its gradient: put both modules into one DistributedDataParallel"
-                )
+            raise RuntimeError(
+                f"a parameter of shape {tuple(param.shape)} belongs to two "
+                "DistributedDataParallel modules, and the fused optimizer of one of them has its "
+                "gradient: put both modules into one DistributedDataParallel"
+            )
         facts = torch.tensor([float(not shadow), *(p.grad is not None for p, _ in gradients)])
         dist.all_reduce(facts, group=group)
         return facts.tolist()
 
-    def _all_reduce(
-        self, gradients: list[tuple[torch.Tensor, torch.Tensor]], shadow: bool, group: Any
-    ) -> None:
-        """What DDP does without a hook, for parameters of no optimizer of ours."""
+    def _all_reduce(self, gradients: list[_OfDdp], shadow: bool, group: dist.ProcessGroup) -> None:
+        """Reduces parameters of no optimizer of ours, as DDP does without a hook."""
         if not gradients:
             return
         ranks, *uses = self._facts(gradients, shadow, group)
@@ -787,7 +763,7 @@ class Bridge:
         self,
         bucket: GradBucket,
         mine: dict[BucketOwner, list[Gradient]],
-        others: list[tuple[torch.Tensor, torch.Tensor]],
+        others: list[_OfDdp],
         shadow: bool,
         ddp: DistributedDataParallel,
     ) -> None:
@@ -812,11 +788,16 @@ class Bridge:
         # Before the hook, which may start collectives of this group when it likes.
         uses = self._facts(others, shadow, group)[1:] if others else []
         flags = {owner: _used(gradients, ddp, buffer.device) for owner, gradients in mine.items()}
-        asked = {owner: any_rank(used, group) for owner, used in flags.items()}
+        # Flags become whether any rank has used a parameter.
+        asked = {
+            owner: dist.all_reduce(used, dist.ReduceOp.MAX, group, async_op=True)
+            for owner, used in flags.items()
+            if used is not None
+        }
         exchange = Exchange(self._comm_hook, bucket, buffer, taken)
         for owner, gradients in mine.items():
-            work = Combined(exchange, asked[owner])
-            owner.combined(gradients, flags[owner], work)
+            works = [asked[owner], exchange] if owner in asked else [exchange]
+            owner.combined(gradients, flags[owner], works)
         if not shadow:
             there = [pair for pair, used in zip(others, uses, strict=True) if used]
 
@@ -828,7 +809,7 @@ class Bridge:
             self._others.append(finish)
 
 
-def check_ddp(ddp: Any) -> None:
+def check_ddp(ddp: object) -> None:
     """Raises TypeError, saying what to write, unless ``ddp`` is a DistributedDataParallel."""
     if isinstance(ddp, DistributedDataParallel):
         return
@@ -887,7 +868,7 @@ def _used(gradients: list[Gradient], ddp: DistributedDataParallel, device: torch
 
 
 def _place(param: torch.Tensor, grad: torch.Tensor) -> None:
-    """Of a parameter of DDP's, which was told to leave ``p.grad`` alone."""
+    """Sets the gradient of a parameter of DDP's, which was told to leave ``p.grad`` alone."""
     if param.grad is None:
         param.grad = grad.clone()
     elif param.grad.data_ptr() != grad.data_ptr():

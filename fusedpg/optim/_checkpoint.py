@@ -12,9 +12,9 @@ import contextlib
 import copy
 import functools
 import sys
+import traceback
 import zlib
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import torch
@@ -29,13 +29,13 @@ from fusedpg.optim._torch import asked_by_checkpoint
 
 
 class WholeState(ShardedState):
-    """What a state dict of sharded state is."""
+    """State dicts of sharded state."""
 
     # By number of the parameter, since consolidate_state_dict(); and what it was made from: the
     # parameters, and the tensors of their state with versions.
     _consolidated: dict[int, dict[str, Any]] | None
     _consolidated_from: list[tuple[torch.Tensor, int]]
-    # What the hook makes of the state dict that torch is building, if not slices.
+    # The hook's way to fill the state dict that torch is building, if not by slices.
     _fill: Callable[[StateDict], None] | None
 
     def _init_state_dict(self) -> None:
@@ -43,7 +43,7 @@ class WholeState(ShardedState):
         self._consolidated_from = []
         self._fill = None
         # The first of the hooks: those of users see what the caller gets.
-        self.register_state_dict_post_hook(_fill)
+        self.register_state_dict_post_hook(WholeState._finish_state_dict)  # type: ignore[arg-type]
 
     def _finish_state_dict(self, state_dict: StateDict) -> None:
         """Makes what torch has built what the caller gets."""
@@ -155,7 +155,7 @@ class WholeState(ShardedState):
         context.wait()
         self._check_blanks()
         if context.world_size == 1 or not self._has_slices():
-            # What the rank has is everything; views, as torch gives its own tensors.
+            # This rank has everything. These are views, as torch gives its own tensors.
             state_dict["state"] = self._gather(None, copies=False)
         elif all(p in self._blank or not self.state.get(p) for p in context.parameters()):
             # As torch before the first step. Frameworks ask when they wrap an optimizer.
@@ -237,14 +237,35 @@ class WholeState(ShardedState):
                 elif not copies:
                     values[key] = value.as_strided(param.shape, param.stride())
                 else:
-                    full = _gather_one(
-                        value, param, self._context.group, self._context.world_size, to
-                    )
+                    full = self._gather_one(value, param, to)
                     if full is not None:
                         values[key] = full.cpu() if cpu else full
             if receives:
                 state[number] = values
         return state
+
+    def _gather_one(
+        self, local: torch.Tensor, param: torch.Tensor, to: int | None
+    ) -> torch.Tensor | None:
+        """The whole tensor of which each rank has a slice; None on ranks that do not get it."""
+        context = self._context
+        ranges = [
+            shard_range(param.numel(), context.world_size, r) for r in range(context.world_size)
+        ]
+        padded = torch.zeros(ranges[0][1], dtype=local.dtype, device=local.device)
+        padded[: local.numel()] = local
+        receives = to is None or context.rank == to
+        parts = [torch.empty_like(padded) for _ in ranges] if receives else None
+        if to is not None:
+            dist.gather(padded, parts, group=context.group, group_dst=to)
+        else:
+            dist.all_gather(parts, padded, group=context.group)
+        if parts is None:
+            return None
+        pieces = [
+            (offset, part[:length]) for (offset, length), part in zip(ranges, parts, strict=True)
+        ]
+        return to_full(pieces, param.shape, param.stride())
 
     def _check_agreement(self) -> None:
         """Raises on all ranks unless they have the same state: who clears it does so everywhere."""
@@ -327,7 +348,7 @@ class WholeState(ShardedState):
             )
 
     def _digest(self, state_dict: StateDict) -> int:
-        """Of the whole tensors in a state dict, of which every rank takes its slices: ranks must
+        """A digest of the whole tensors in a state dict; every rank takes its slices, so ranks must
         load the same. 0: there are none, or there is nobody to differ from."""
         found = 0
         if self._context.world_size == 1:
@@ -370,7 +391,7 @@ class WholeState(ShardedState):
                     state[param][key] = self._new_slice(param, key).copy_(own)
                 else:
                     state[param][key] = copy.deepcopy(value)
-        # What belongs to no parameter is kept as it is.
+        # Values that belong to no parameter stay as they are.
         state.update(given)
         return state
 
@@ -395,43 +416,13 @@ class WholeState(ShardedState):
         return value.local() if length else value.local().new_empty(0)
 
 
-def _fill(optimizer: Any, state_dict: StateDict) -> None:
-    """The post hook of ``state_dict()``."""
-    optimizer._finish_state_dict(state_dict)
-
-
-def _gather_one(
-    local: torch.Tensor,
-    param: torch.Tensor,
-    group: dist.ProcessGroup,
-    world_size: int,
-    to: int | None,
-) -> torch.Tensor | None:
-    ranges = [shard_range(param.numel(), world_size, rank) for rank in range(world_size)]
-    chunk = ranges[0][1]
-    padded = torch.zeros(chunk, dtype=local.dtype, device=local.device)
-    padded[: local.numel()] = local
-    if to is not None:
-        receives = dist.get_rank(group) == to
-        parts = [torch.empty_like(padded) for _ in ranges] if receives else None
-        dist.gather(padded, parts, group=group, group_dst=to)
-        if parts is None:
-            return None
-    else:
-        parts = [torch.empty_like(padded) for _ in ranges]
-        dist.all_gather(parts, padded, group=group)
-    pieces = [(offset, part[:length]) for (offset, length), part in zip(ranges, parts, strict=True)]
-    return to_full(pieces, param.shape, param.stride())
-
-
 def asked_by_accelerate() -> str | None:
     """True if ``Accelerator.save_state`` asks for a state dict, which it does on all ranks.
 
     Returns:
         None, or who needs the whole state: "whole" (all ranks), or "whole on rank 0".
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame, _ in traceback.walk_stack(sys._getframe(1)):
         if (
             frame.f_globals.get("__name__") == "accelerate.checkpointing"
             and frame.f_code.co_name == "save_accelerator_state"
@@ -439,7 +430,6 @@ def asked_by_accelerate() -> str | None:
             # If nodes share no file system, one rank of each of them writes.
             each_node = frame.f_locals.get("save_on_each_node", True)
             return "whole" if each_node else "whole on rank 0"
-        frame = frame.f_back
     return None
 
 

@@ -1,4 +1,4 @@
-"""What stands in ``p.grad`` between a backward that reduced gradients and ``step()``.
+"""The objects in ``p.grad`` between a backward that reduced gradients and ``step()``.
 
 After the reduce-scatter a rank holds the combined gradient of its slice alone. A plain tensor of
 the parameter's shape would hold garbage elsewhere, and clipping by it would go wrong silently. So
@@ -8,19 +8,18 @@ all ranks' slices; anything else raises.
 
 from __future__ import annotations
 
+import enum
 import functools
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from fusedpg._refusal import telling
 from fusedpg._registration import load_extension
 from fusedpg.functional import group_info
-from fusedpg.optim._join import EVERY, NO_SCALE, Doing, JoinContext
 from fusedpg.optim._parameters import GONE
 from fusedpg.optim._torch import (
     called_by_engine,
@@ -29,7 +28,31 @@ from fusedpg.optim._torch import (
     takes_foreach,
 )
 
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+    from typing_extensions import Self
+
+    from fusedpg.optim._context import StepContext
+
 aten = torch.ops.aten
+
+Factor = float | torch.Tensor
+
+
+class Doing(enum.IntEnum):
+    """The next thing that a rank with data does with an optimizer's gradients."""
+
+    STEP = enum.auto()
+    REDUCE = enum.auto()
+    NORMS = enum.auto()  # value: their order
+    UNSCALE = enum.auto()  # value: the factor; of gradients of the type of one parameter's
+    MULTIPLY = enum.auto()
+    DIVIDE = enum.auto()
+    ZERO = enum.auto()
+
+
+EVERY = -1  # in place of a parameter's number
+NO_SCALE = -1.0  # no scale
 
 
 def end_all(finishers: Iterable[Callable[[], None]]) -> None:
@@ -45,122 +68,8 @@ def end_all(finishers: Iterable[Callable[[], None]]) -> None:
         raise first
 
 
-class StepContext(JoinContext):
-    """What modes, gradients and the bridge to a DDP know of an optimizer: its interface."""
-
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        group: dist.ProcessGroup,
-        *,
-        share: bool,
-        mean: bool,
-        max_grad_norm: float | None,
-    ) -> None:
-        super().__init__(optimizer, group, share=share)
-        self.mean = mean
-        self.max_grad_norm = max_grad_norm
-        self.weight: float | None = None  # of this rank's gradients in the mean
-        self.in_flight: list[Callable[[], None]] = []  # what ends operations under way
-        self.gradients = GradContext(self)
-
-    # --- operations under way -------------------------------------------------------------
-
-    def telling(self) -> telling:
-        """For a block in which the other ranks communicate: they hear of what this one raises."""
-        return telling(
-            self.group,
-            when=lambda: self.device().type == "cpu",
-            times=lambda: self.mode.operations_ahead(),
-        )
-
-    def wait(self) -> None:
-        """For work under way that changes gradients, parameters or state."""
-        try:
-            if self.in_flight:
-                self.end_operations()
-        finally:
-            if self.bridge is not None and self.bridge.replaced:
-                self.bridge.restore()
-
-    def end_operations(self) -> None:
-        in_flight, self.in_flight = self.in_flight, []
-        if in_flight:
-            # Before they end: known norms hold gradients, which could not be reused.
-            self.gradients.changed()
-            end_all(in_flight)
-
-    def reduction(self, shadow: bool) -> dict[str, object]:
-        """How operations combine the ranks' gradients."""
-        weight, bridge = self.weight, self.bridge
-        if weight is None and bridge is not None and bridge.weighted_by_joining():
-            weight = 1.0
-        if weight is not None and shadow:
-            weight = 0.0
-        return {"mean": self.mean, "weight": weight}
-
-    def fused_step(
-        self, params: list[torch.Tensor], grads: list[torch.Tensor], **options: object
-    ) -> list[Callable[[], None]]:
-        """Starts the step of some parameters. Returns what ends its operations."""
-        optimizer = self._reference() or self.optimizer()  # which raises
-        return optimizer._fused_step(params, grads, **options)
-
-    def drop_gradients(self) -> None:
-        self.extension.set_gradients(self.parameters(), None)
-
-    def joined(self) -> None:
-        """This rank has no data left, and nobody calls ``zero_grad()`` after its last step."""
-        if self.stepped:
-            self.drop_gradients()
-
-    def reduce(self) -> None:
-        """Everything that is not reduced yet."""
-        with self.telling():
-            self.mode.reduce_asked()
-
-    def number_of(self, gradient: ShardedGrad) -> int:
-        param = gradient.param()
-        return next(i for i, p in enumerate(self.parameters()) if p is param)
-
-    def follow(
-        self, doing: Doing, param: int, value: float, scale: float, found_inf: float
-    ) -> None:
-        if self.mode.manual and not self.follows:
-            self.drop_gradients()  # of its own last step
-        self.follows = True
-        if doing is Doing.STEP:
-            self.optimizer()._shadow_step(None if scale == NO_SCALE else scale, bool(found_inf))
-            self.followed, self.follows = True, False
-            return
-        self.shadow = True
-        try:
-            self._follow_change(doing, param, value)
-        finally:
-            self.shadow = False
-
-    def _follow_change(self, doing: Doing, param: int, value: float) -> None:
-        if doing is Doing.REDUCE:
-            self.optimizer().reduce_gradients()
-        elif doing is Doing.NORMS:
-            norms([gradient.local() for gradient in self.gradients.gradients()], value, self.group)
-        elif doing is Doing.UNSCALE:
-            dtype = self.parameters()[param].dtype
-            grads = [gradient for gradient in self.gradients.gradients() if gradient.dtype == dtype]
-            device = self.device()
-            _unscale_(grads, torch.zeros(1, device=device), torch.tensor(value, device=device))
-        elif param == EVERY:
-            self.gradients.multiply(value)
-        else:
-            grad = self.parameters()[param].grad
-            if doing is Doing.ZERO:
-                _zero_(grad)
-            else:
-                (_mul_ if doing is Doing.MULTIPLY else _div_)(grad, value)
-
-
 class GradContext:
-    """What the gradients of one optimizer share: their norms, and what has multiplied them.
+    """State that the gradients of one optimizer share: their norms, and their factors.
 
     ``torch.nn.utils.clip_grad_norm_`` asks for one norm after the other; the first question
     computes those of all gradients, in one collective. Every rank must ask.
@@ -224,7 +133,7 @@ class GradContext:
         return next((g.slice() for g in self.gradients() if g.holds_reduced()), None)
 
     def note(self, text: str) -> None:
-        """What multiplies reduced gradients now, in words that must be the same on all ranks."""
+        """Notes a factor of reduced gradients, in words that must be the same on all ranks."""
         # A rank that has joined multiplies by what the others tell it.
         if self.owner().world_size == 1 or self.joining() is not None:
             return
@@ -233,7 +142,7 @@ class GradContext:
         self._multiplied = None if first is None else (weakref.ref(first), digest)
 
     def note_factor(
-        self, grads: list[ShardedGrad], factor: Any, doing: Doing = Doing.MULTIPLY
+        self, grads: list[ShardedGrad], factor: Factor, doing: Doing = Doing.MULTIPLY
     ) -> None:
         """As `note`, of a factor that somebody else has computed.
 
@@ -297,7 +206,7 @@ class GradContext:
         self.norms_known.set = True
         return gradients, each
 
-    def norms_of(self, gradients: Sequence[ShardedGrad], order: float) -> torch.Tensor | None:
+    def norms_of(self, gradients: Sequence[object], order: float) -> torch.Tensor | None:
         """The norms of a list of gradients if it is that of all of them, float64."""
         everything, each = self._all_norms(order)
         return each if self.extension.same_objects(everything, list(gradients)) else None
@@ -307,7 +216,7 @@ class GradContext:
         self.owner().announce(Doing.MULTIPLY, value=factor)
         self.multiply(factor)
 
-    def multiply(self, factor: Any) -> None:
+    def multiply(self, factor: Factor) -> None:
         gradients = self.gradients()
         slices = _slices(gradients) or [gradient.local() for gradient in gradients]
         if slices:
@@ -328,10 +237,12 @@ def _slices(gradients: Sequence[object]) -> list[torch.Tensor] | None:
     return None if found is None else found[0]
 
 
-def _scale(parts: list[torch.Tensor], factor: Any) -> None:
+def _scale(parts: list[torch.Tensor], factor: Factor) -> None:
     """``torch._foreach_mul_`` by a number or a scalar tensor."""
-    number = factor
-    if isinstance(factor, torch.Tensor):
+    number: float | None
+    if not isinstance(factor, torch.Tensor):
+        number = factor
+    else:
         plain = factor.device.type == "cpu" and factor.is_floating_point()
         plain = plain and not factor.requires_grad
         number = factor.item() if plain else None
@@ -381,7 +292,7 @@ class _Gradient(torch.Tensor):
     _param: weakref.ref[torch.Tensor]
 
     @classmethod
-    def _standing_for(cls, param: torch.Tensor, context: GradContext) -> Any:
+    def _standing_for(cls, param: torch.Tensor, context: GradContext) -> Self:
         self = torch.Tensor._make_wrapper_subclass(
             cls,
             param.shape,
@@ -397,7 +308,7 @@ class _Gradient(torch.Tensor):
 
     @property
     def context(self) -> GradContext:
-        """What the gradients of one optimizer share."""
+        """State that the gradients of one optimizer share."""
         return self._context
 
     def param(self) -> torch.Tensor | None:
@@ -410,12 +321,12 @@ class _Gradient(torch.Tensor):
         if param is not None and param.grad is self:
             bridge = self.context.owner().bridge
             if bridge is not None:
-                bridge.rebound(param, self, memory)
+                bridge.rebound(param, self, memory)  # type: ignore[arg-type]
 
-    # What would go past __torch_dispatch__.
+    # These would go past __torch_dispatch__.
 
     @property
-    def data(self) -> Any:
+    def data(self) -> torch.Tensor:
         return self
 
     @data.setter
@@ -485,7 +396,7 @@ class ShardedGrad(_Gradient):
         return self._slice
 
     def unreduced(self) -> torch.Tensor | None:
-        """What backward has added since the last reduction, as a gradient of this rank."""
+        """The sum of what backward has added since the last reduction, this rank's alone."""
         return self._unreduced
 
     def parts(self) -> list[torch.Tensor]:
@@ -507,7 +418,7 @@ class ShardedGrad(_Gradient):
             self._unreduced = None
 
     def version(self) -> int:
-        """Of the slice's values, as autograd counts writes."""
+        """The version of the slice's values, as autograd counts writes."""
         return -1 if self._slice is None else self._slice._version
 
     def is_reduced(self) -> bool:
@@ -547,11 +458,11 @@ class ShardedGrad(_Gradient):
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls,
-        func: Any,
-        types: Any,
+        func: OpOverload,
+        types: object,
         args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         if func in _BY_DDP and in_backward():
             source = next((arg for arg in args if isinstance(arg, ShardedGrad)), None)
             if source is not None and source.context.owner().mode.manual:
@@ -562,7 +473,7 @@ class ShardedGrad(_Gradient):
         return handler(*args, **(kwargs or {}))
 
 
-def _refuse(func: Any) -> NoReturn:
+def _refuse(func: object) -> NoReturn:
     raise RuntimeError(
         f"{func}: each rank holds only its slice of this reduced gradient, so this would give a "
         "different result on every rank. Norms, clip_grad_norm_, scaling by a number and "
@@ -580,7 +491,12 @@ def _refuse_ddp() -> NoReturn:
 
 
 def _vector_norm(
-    grad: torch.Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+    grad: torch.Tensor,
+    ord: float = 2,
+    dim: object = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     if dim is not None or keepdim:
         _refuse("norm along dimensions")
@@ -598,11 +514,15 @@ def _vector_norm(
     return norm.to(dtype or grad.dtype)
 
 
-def _norm(grad: torch.Tensor, p: Any = 2, dim: Any = None, keepdim: bool = False) -> torch.Tensor:
+def _norm(
+    grad: torch.Tensor, p: float | None = 2, dim: object = None, keepdim: bool = False
+) -> torch.Tensor:
     return _vector_norm(grad, 2 if p is None else p, dim or None, keepdim)
 
 
-def _foreach_norm(grads: Any, ord: Any = 2, dtype: Any = None) -> list[torch.Tensor]:
+def _foreach_norm(
+    grads: list[torch.Tensor], ord: float = 2, dtype: torch.dtype | None = None
+) -> list[torch.Tensor]:
     first = next(grad for grad in grads if isinstance(grad, ShardedGrad))
     extension = load_extension()
     alike = dtype is not None or len(extension.dtypes_of(grads)) == 1
@@ -624,14 +544,14 @@ def _foreach_norm(grads: Any, ord: Any = 2, dtype: Any = None) -> list[torch.Ten
     ]
 
 
-def _announce_change(gradient: ShardedGrad, doing: Doing, value: object = 0.0) -> None:
-    """Of one gradient, if others have slices of it and it is still to be applied."""
+def _announce_change(gradient: ShardedGrad, doing: Doing, value: Factor = 0.0) -> None:
+    """Announces a change of one gradient, if others have slices of it and no step has used it."""
     owner = gradient.context.joining()
     if owner is not None and gradient.holds_reduced() and not owner.stepped:
         owner.announce(doing, owner.number_of(gradient), value)
 
 
-def _number(func: Callable[..., object], grad: Any, other: object) -> Any:
+def _number(func: Callable[..., torch.Tensor], grad: torch.Tensor, other: Factor) -> torch.Tensor:
     if isinstance(other, torch.Tensor) and (other.dim() != 0 or isinstance(other, _Gradient)):
         _refuse(func)
     if not isinstance(grad, ShardedGrad):
@@ -649,7 +569,15 @@ _mul_ = functools.partial(_number, torch.Tensor.mul_)
 _div_ = functools.partial(_number, torch.Tensor.div_)
 
 
-def _zero_(grad: Any) -> Any:
+def change(grad: torch.Tensor, doing: Doing, value: float) -> None:
+    """Zeros, multiplies or divides a gradient."""
+    if doing is Doing.ZERO:
+        _zero_(grad)
+    else:
+        (_mul_ if doing is Doing.MULTIPLY else _div_)(grad, value)
+
+
+def _zero_(grad: torch.Tensor) -> torch.Tensor:
     if not isinstance(grad, ShardedGrad):
         return grad.zero_()
     _announce_change(grad, Doing.ZERO)
@@ -662,11 +590,12 @@ def _zero_(grad: Any) -> Any:
     return grad
 
 
-def _foreach_mul_(grads: Any, other: object) -> None:
+def _foreach_mul_(grads: list[torch.Tensor], other: Factor) -> None:
     if isinstance(other, torch.Tensor) and (other.dim() != 0 or isinstance(other, _Gradient)):
         _refuse(torch.Tensor.mul_)
     found = load_extension().reduced_slices(grads, ShardedGrad)
-    parts, contexts = found or ([], [])
+    parts: list[torch.Tensor] = [] if found is None else found[0]
+    contexts: list[GradContext] = [] if found is None else found[1]
     for grad in grads if found is None else ():
         if type(grad) is ShardedGrad:
             contexts += [grad.context] if grad.context not in contexts else []
@@ -683,7 +612,7 @@ def _foreach_mul_(grads: Any, other: object) -> None:
         context.changed()
 
 
-def _announce_factor(context: GradContext, grads: list[ShardedGrad], factor: Any) -> None:
+def _announce_factor(context: GradContext, grads: list[ShardedGrad], factor: Factor) -> None:
     if len(grads) == len(context.gradients()) and all(g.is_reduced() for g in grads):
         if not context.owner().stepped:
             context.owner().announce(Doing.MULTIPLY, value=factor)
@@ -692,8 +621,8 @@ def _announce_factor(context: GradContext, grads: list[ShardedGrad], factor: Any
         _announce_change(grad, Doing.MULTIPLY, factor)
 
 
-def _foreach(one: Callable[[object, object], object]) -> Callable[[object, object], None]:
-    def apply(grads: Any, other: object) -> None:
+def _foreach(one: Callable[..., object]) -> Callable[..., None]:
+    def apply(grads: list[torch.Tensor], other: Factor | Sequence[float]) -> None:
         others = other if isinstance(other, (list, tuple)) else [other] * len(grads)
         for grad, factor in zip(grads, others, strict=True):
             one(grad, factor)
@@ -701,23 +630,27 @@ def _foreach(one: Callable[[object, object], object]) -> Callable[[object, objec
     return apply
 
 
-def _foreach_zero_(grads: Any) -> None:
+def _foreach_zero_(grads: list[torch.Tensor]) -> None:
     for grad in grads:
         _zero_(grad)
 
 
-def _add_(grad: Any, other: object, *, alpha: Any = 1) -> Any:
+def _add_(grad: torch.Tensor, other: object, *, alpha: float = 1) -> torch.Tensor:
     # Autograd accumulates: a further backward before step(). Anybody may add to what is this
-    # rank's gradient alone; of a reduced one, who knows whether all ranks add the same.
-    local = isinstance(grad, ShardedGrad) and (not grad.holds_reduced() or in_backward())
-    if local and type(other) is torch.Tensor and alpha == 1:
+    # rank's gradient alone; nobody knows whether all ranks add the same to a reduced one.
+    if (
+        isinstance(grad, ShardedGrad)
+        and (not grad.holds_reduced() or in_backward())
+        and type(other) is torch.Tensor
+        and alpha == 1
+    ):
         grad.accumulate(other)
         grad.context.changed()
         return grad
     _refuse("add_")
 
 
-def _copy_(dst: Any, src: Any, non_blocking: bool = False) -> Any:
+def _copy_(dst: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     if isinstance(dst, _Gradient):
         raise RuntimeError(
             "the gradient that a fused optimizer has reduced would be overwritten. If two "
@@ -733,12 +666,16 @@ def _copy_(dst: Any, src: Any, non_blocking: bool = False) -> Any:
     _refuse("copy_")
 
 
-def _foreach_copy_(targets: Any, sources: Any, non_blocking: bool = False) -> None:
+def _foreach_copy_(
+    targets: list[torch.Tensor], sources: list[torch.Tensor], non_blocking: bool = False
+) -> None:
     for target, source in zip(targets, sources, strict=True):  # DDP with batched_grad_copy
         (_copy_ if isinstance(source, _Gradient) else torch.Tensor.copy_)(target, source)
 
 
-def _unscale_(grads: Any, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+def unscale_(
+    grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor
+) -> None:
     parts = [grad.local() if isinstance(grad, ShardedGrad) else grad for grad in grads]
     # An overflow in any rank's slice stops all of them.
     first = next(grad for grad in grads if isinstance(grad, ShardedGrad))
@@ -751,7 +688,7 @@ def _unscale_(grads: Any, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> N
     context.changed()
 
 
-_HANDLERS: dict[Any, Callable[..., Any]] = {
+_HANDLERS: dict[OpOverload, Callable[..., object]] = {
     aten.linalg_vector_norm.default: _vector_norm,
     aten.norm.Scalar: _norm,
     aten.norm.ScalarOpt_dim: _norm,
@@ -770,7 +707,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.copy_.default: _copy_,
     aten._foreach_copy_.default: _foreach_copy_,
     aten.detach.default: lambda grad: grad,
-    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale_,
+    aten._amp_foreach_non_finite_check_and_unscale_.default: unscale_,
 }
 
 
@@ -808,11 +745,11 @@ class SpentGrad(_Gradient):
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls,
-        func: Any,
-        types: Any,
+        func: OpOverload,
+        types: object,
         args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         if func is aten.detach.default:
             return args[0]
         if func is aten.add_.Tensor:

@@ -10,13 +10,14 @@ what cannot have worked. The mode is chosen where the optimizer is made, by ``at
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from fusedpg import _agreement
 from fusedpg.optim import _torch
@@ -24,19 +25,19 @@ from fusedpg.optim._bridge import (
     Bridge,
     Bucket,
     BucketOwner,
-    Combined,
     CommHook,
+    Exchange,
     Flags,
     Gradient,
     unsynchronised,
 )
-from fusedpg.optim._gradients import ShardedGrad, SpentGrad, StepContext, end_all
-from fusedpg.optim._join import Doing
-from fusedpg.optim._parameters import laid_out, watch_gradient
+from fusedpg.optim._context import StepContext
+from fusedpg.optim._gradients import Doing, ShardedGrad, SpentGrad, end_all
+from fusedpg.optim._parameters import add_hook, laid_out
 
 
 class Mode:
-    """What optimizers ask of their mode; by itself it has no objections, and nothing to do."""
+    """The base of modes, which objects to nothing and has nothing to do."""
 
     manual = False  # nobody has told the optimizer of a DDP, so it watches gradients itself
     tells = True  # under Join what it does with gradients, as ranks that have joined do it, too
@@ -64,7 +65,7 @@ class Mode:
         self.check()
 
     def not_reduced(self, name: str) -> str:
-        """What is wrong with a plain gradient among others that are ours."""
+        """Says what is wrong with a plain gradient among others that are ours."""
         return (
             f"the gradient of parameter {name} was put in by hand and is not reduced over "
             "ranks, but others are: call optimizer.reduce_gradients() before clipping"
@@ -76,7 +77,7 @@ class Mode:
         return 1
 
     def step(self, scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
-        """All of ``step()`` but its closure."""
+        """All of ``step()`` but its closure and its checks."""
 
     def end_before_loading(self) -> None:
         """State is going to be replaced: ends what backward has begun of a step, or raises."""
@@ -120,7 +121,7 @@ class Manual(Mode):
 
     def __init__(self, context: StepContext) -> None:
         super().__init__(context)
-        self._watches: list[Any] = []  # hooks of parameters
+        self._watches: list[RemovableHandle] = []  # of parameters
 
     # --- parameters and their gradients -------------------------------------------------
 
@@ -130,12 +131,27 @@ class Manual(Mode):
                 dist.broadcast(param.data, group=self.context.group, group_src=0)
 
     def watch(self, params: list[torch.Tensor]) -> None:
-        """Has ``p.grad`` know that it is one rank's part of a gradient."""
+        """Has ``p.grad`` know that it is one rank's part of a gradient.
+
+        The extension adds a gradient to the ``ShardedGrad`` that stood there before, if nobody has
+        kept that one, and otherwise asks Python. Frozen parameters may be unfrozen later.
+        """
+        this, gradients = weakref.ref(self.context), self.context.gradients
+
+        @_torch.uncompiled
+        def accumulated(param: torch.Tensor) -> None:
+            context, grad = this(), param.grad
+            if context is None or not context.mode.manual or type(grad) is not torch.Tensor:
+                return
+            if grad.layout == torch.strided:
+                param.grad = ShardedGrad(param, gradients, unreduced=laid_out(grad, param))
+                gradients.changed()
+
         for param in params:
-            hook = watch_gradient(
-                param, self.context, _accumulated, self.context.gradients, ShardedGrad
+            watch = self.context.extension.LocalWatch(
+                ShardedGrad, this, accumulated, gradients.norms_known, gradients.changed
             )
-            self._watches.append(hook)
+            self._watches.append(add_hook(param, watch))
 
     def leave(self) -> None:
         for handle in self._watches:
@@ -145,8 +161,6 @@ class Manual(Mode):
     # --- the step -----------------------------------------------------------------------
 
     def step(self, scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
-        if self.context.memory.shared:
-            self.context.check_shared()
         if found_inf is not None:
             if not isinstance(found_inf, torch.Tensor):
                 raise RuntimeError(
@@ -202,16 +216,6 @@ def _found_anywhere(context: StepContext, found_inf: torch.Tensor) -> torch.Tens
     return most
 
 
-def _accumulated(context: StepContext, param: torch.Tensor) -> None:
-    """Autograd's news of a gradient."""
-    grad = param.grad
-    if not context.mode.manual or type(grad) is not torch.Tensor:
-        return
-    if grad.layout == torch.strided:
-        param.grad = ShardedGrad(param, context.gradients, unreduced=laid_out(grad, param))
-        context.gradients.changed()
-
-
 def reduce_gradients(context: StepContext) -> dict[int, int]:
     """Reduces what has not been reduced, or has changed since.
 
@@ -251,7 +255,7 @@ def reduce_gradients(context: StepContext) -> dict[int, int]:
             flags = _flags(context, [used[i] for i in members])
             mine = [gradients[i] for i in members]
             start_reduction(context, mine, flags, context.shadow)
-            # Where a rank refuses the first of them it does not begin the others.
+            # A rank that refuses the first of them does not begin the others.
             context.wait()
     context.wait()
     return missing
@@ -356,7 +360,7 @@ def _local_gradients(
 
 
 def _frozen_with_gradient(context: StepContext) -> set[torch.Tensor]:
-    """Who freezes a parameter does it on all ranks; a gradient that one has still counts."""
+    """Frozen parameters, on all ranks, of which some rank still has a gradient, which counts."""
     frozen = [p for p in context.parameters() if not p.requires_grad]
     mine = [param.grad is not None for param in frozen]
     if frozen and not _is_captured(context.device()):
@@ -386,10 +390,7 @@ def _is_captured(device: torch.device) -> bool:
 
 
 def start_reduction(
-    context: StepContext,
-    gradients: list[Gradient],
-    used: torch.Tensor | None,
-    shadow: bool,
+    context: StepContext, gradients: list[Gradient], used: Flags, shadow: bool
 ) -> None:
     """Starts the reduction of some gradients, whatever they are."""
     context.check_layouts([gradient.param for gradient in gradients])
@@ -400,14 +401,17 @@ def start_reduction(
         async_op=True,
         **context.reduction(shadow),
     )
-    follow_reduction(context, gradients, used, work)
+    follow_reduction(context, gradients, used, [] if work is None else [work])
 
 
 def follow_reduction(
-    context: StepContext, gradients: list[Gradient], used: torch.Tensor | None, work: Any
+    context: StepContext,
+    gradients: list[Gradient],
+    used: Flags,
+    works: Sequence[dist.Work | Exchange],
 ) -> None:
-    """Has a reduction end in ``p.grad``: when it is done, ``output`` has it, of this rank's slice
-    at least, and ``used`` whether any rank has used a parameter."""
+    """Has a reduction end in ``p.grad``: when its works are done, ``output`` has at least this
+    rank's slice of it, and ``used`` says whether any rank has used a parameter."""
     # DDP must find None to leave p.grad alone. What an earlier backward has reduced stays.
     reduced = []
     for param, _, output, earlier, _ in gradients:
@@ -416,7 +420,8 @@ def follow_reduction(
     del gradients  # the work holds them until it is done
 
     def finish() -> None:
-        work.wait()
+        for work in works:
+            work.wait()
         flags = [True] * len(reduced) if used is None else used.tolist()
         for (param, local, before), flag in zip(reduced, flags, strict=True):
             if before is not None:
@@ -464,7 +469,7 @@ def step_on_slices(
     if not params:
         return
     # Tensors, so that a GPU need not be waited for.
-    factor: Any = None if scale is None else scale.detach().double().reshape(())
+    factor = None if scale is None else scale.detach().double().reshape(())
     if context.max_grad_norm is not None:
         norm = context.gradients.total_norm(2.0)
         norm = norm if factor is None else norm / factor
@@ -476,7 +481,7 @@ def step_on_slices(
         works = context.fused_step(
             [params[i] for i in mine],
             # The operation's scale is float32, which is too coarse for float64.
-            [slices[i] / factor if wide else slices[i] for i in mine],
+            [slices[i] / factor if wide and factor is not None else slices[i] for i in mine],
             reduced=True,
             grad_scale=None if wide or factor is None else _scalar(factor),
             found_inf=None if found_inf is None else _scalar(found_inf),
@@ -516,24 +521,16 @@ class Sharded(Attached):
 
         context.in_flight.append(finish)
 
-    def gradients_ready(
-        self,
-        gradients: list[Gradient],
-        used: torch.Tensor | None,
-        shadow: bool,
-    ) -> None:
+    def gradients_ready(self, gradients: list[Gradient], used: Flags, shadow: bool) -> None:
         self.context.stepped = False
         start_reduction(self.context, gradients, used, shadow)
 
     def combined(
-        self,
-        gradients: list[Gradient],
-        used: torch.Tensor | None,
-        work: Combined,
+        self, gradients: list[Gradient], used: Flags, works: Sequence[dist.Work | Exchange]
     ) -> None:
         self.context.stepped = False
         self.context.check_layouts([gradient.param for gradient in gradients])
-        follow_reduction(self.context, gradients, used, work)
+        follow_reduction(self.context, gradients, used, works)
 
     def backward_done(self) -> None:
         self.context.end_operations()
@@ -541,8 +538,6 @@ class Sharded(Attached):
     # --- after it -----------------------------------------------------------------------
 
     def step(self, scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
-        if self.context.memory.shared:
-            self.context.check_shared()
         self.context.wait()
         self.bridge.check_finished(self.context.named_parameters)
         params, slices = all_slices(self.context)
@@ -552,7 +547,7 @@ class Sharded(Attached):
 def _placeholders(
     context: StepContext, bucket: Bucket, slices: list[torch.Tensor]
 ) -> list[ShardedGrad]:
-    """What stands in ``p.grad`` when a bucket is reduced: the objects of the pass before, unless
+    """The objects in ``p.grad`` when a bucket is reduced: those of the pass before, unless
     somebody has kept or changed one. Otherwise there would be Python for every parameter."""
     extension, known = context.extension, bucket.grads
     found = extension.reduced_slices(known, ShardedGrad) if extension.only_here(known) else None
@@ -580,31 +575,17 @@ class Overlap(Attached):
 
     # --- in backward: the bridge's calls ------------------------------------------------
 
-    def bucket_ready(
-        self,
-        bucket: Bucket,
-        grads: list[torch.Tensor],
-        used: torch.Tensor | None,
-    ) -> None:
+    def bucket_ready(self, bucket: Bucket, grads: list[torch.Tensor], used: Flags) -> None:
         self._update(bucket.params, grads, used, shadow=False)
 
-    def gradients_ready(
-        self,
-        gradients: list[Gradient],
-        used: torch.Tensor | None,
-        shadow: bool,
-    ) -> None:
+    def gradients_ready(self, gradients: list[Gradient], used: Flags, shadow: bool) -> None:
         params = [gradient.param for gradient in gradients]
         self._update(params, [gradient.local for gradient in gradients], used, shadow)
         if used is not None:
             self._idle.update(gradient.param for gradient in gradients if not gradient.used)
 
     def _update(
-        self,
-        params: list[torch.Tensor],
-        grads: list[torch.Tensor],
-        used: torch.Tensor | None,
-        shadow: bool,
+        self, params: list[torch.Tensor], grads: list[torch.Tensor], used: Flags, shadow: bool
     ) -> None:
         """Starts the step of some parameters."""
         self.context.stepped = False
@@ -644,8 +625,6 @@ class Overlap(Attached):
         return self.bridge.buckets_left()
 
     def step(self, scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
-        if self.context.memory.shared:
-            self.context.check_shared()
         if scale is not None or found_inf is not None:
             raise RuntimeError("GradScaler needs overlap=False")
         updated, idle, applied = self._end_update()
@@ -683,8 +662,10 @@ class Overlap(Attached):
         for param in idle:
             param.grad = None
 
-    def _end_update(self) -> tuple[set[torch.Tensor], set[torch.Tensor], dict[int, Any]]:
-        """What backward has done of the step; the next one begins anew, whatever this one does."""
+    def _end_update(
+        self,
+    ) -> tuple[set[torch.Tensor], set[torch.Tensor], dict[int, dict[str, object]]]:
+        """Returns what backward has done of the step; the next one begins anew in any case."""
         self._recompute.stop()
         done = set(self.updated), set(self._idle), self.applied
         self.updated.clear()
@@ -742,7 +723,7 @@ def _check_unedited(
 
 
 def _hyperparameters(context: StepContext, number: int) -> dict[str, object]:
-    """What the step reads of a group. Of tensors which it is and its version: comparing values
+    """The hyperparameters of a group; for tensors, identity and version: comparing values
     would wait for a GPU."""
     optimizer = context.optimizer()
     return {
@@ -764,7 +745,7 @@ class RecomputeGuard:
 
     def __init__(self, updated: set[torch.Tensor]) -> None:
         self._updated = updated
-        self._handle: Any = None
+        self._handle: RemovableHandle | None = None
 
     def start(self) -> None:
         if self._handle is not None:

@@ -7,14 +7,19 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NoReturn, cast
+from typing import TYPE_CHECKING, NoReturn, cast
 
 import torch
 import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
 
 from fusedpg._registration import load_extension
 from fusedpg.functional import _backend, shard_range
-from fusedpg.optim._torch import uncompiled
+
+if TYPE_CHECKING:
+    from fusedpg.optim._base import FusedOptimizer
+    from fusedpg.optim._bridge import Bridge
+    from fusedpg.optim._modes import Mode
 
 _log = logging.getLogger("fusedpg")
 
@@ -52,35 +57,7 @@ def laid_out(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(param).copy_(grad)
 
 
-def watch_gradient(
-    param: torch.Tensor,
-    owner: Any,
-    accumulated: Callable[[Any, torch.Tensor], None],
-    context: Any,
-    kind: type,
-) -> Any:
-    """Calls ``accumulated(owner, param)`` when autograd has accumulated a gradient; or gives it to
-    the gradient of this ``kind`` that stood there before, if nobody has kept that one, and tells
-    the ``context`` that norms it knows are out of date.
-
-    The owner is not kept alive. Frozen parameters are watched, too: they may be unfrozen.
-
-    Returns:
-        A handle whose ``remove()`` ends it.
-    """
-    this = weakref.ref(owner)
-
-    @uncompiled
-    def hook(param: torch.Tensor) -> None:
-        owner = this()
-        if owner is not None:
-            accumulated(owner, param)
-
-    watch = load_extension().LocalWatch(kind, this, hook, context.norms_known, context.changed)
-    return add_hook(param, watch)
-
-
-def add_hook(param: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any:
+def add_hook(param: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
     """As ``register_post_accumulate_grad_hook``, of frozen parameters, too."""
     frozen = not param.requires_grad
     if frozen:
@@ -203,30 +180,28 @@ class ParameterGroups:
     collector alone.
     """
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup, *, share: bool
-    ) -> None:
-        self._reference: weakref.ref[Any] = weakref.ref(optimizer)
+    def __init__(self, optimizer: FusedOptimizer, group: dist.ProcessGroup, *, share: bool) -> None:
+        self._reference = weakref.ref(optimizer)
         self.group = group
         self.backend = _backend(group)
         self.extension = load_extension()
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
-        self.bridge: Any = None  # to the DDP whose gradients the optimizer takes
+        self.bridge: Bridge | None = None  # to the DDP whose gradients the optimizer takes
         self.memory = Parameters(group, share=share)
         self.layouts: dict[torch.Tensor, tuple[int, ...]] = {}  # strides that slices are cut by
         self.group_of = Numbers()  # number of the group of a parameter
         self._numbered: list[list[torch.Tensor]] = []  # parameters by group, numbered so
 
-    def optimizer(self) -> Any:
+    def optimizer(self) -> FusedOptimizer:
         found = self._reference()
         if found is None:
             raise RuntimeError(GONE)
         return found
 
     @property
-    def mode(self) -> Any:
-        """What the optimizer does otherwise with a DDP than without."""
+    def mode(self) -> Mode:
+        """Mode-specific behaviour: with a DDP, or without."""
         return self.optimizer()._mode
 
     def parameters(self) -> list[torch.Tensor]:
@@ -287,7 +262,7 @@ class ParameterGroups:
         return tensor.detach().as_strided([length], [1], tensor.storage_offset() + offset)
 
     def owned_slices(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Of tensors laid out as their parameters."""
+        """This rank's slices of tensors laid out as their parameters."""
         return self.extension.owned_slices(tensors, self.world_size, self.rank)
 
     def check_layouts(self, params: list[torch.Tensor]) -> None:
@@ -298,7 +273,7 @@ class ParameterGroups:
                 self._adapt_layout(param)
 
     def check_known(self, param: torch.Tensor) -> None:
-        """What may be wrong with a parameter whose gradient was not reduced."""
+        """Raises if something is wrong with a parameter whose gradient was not reduced."""
         if param not in self.layouts:
             self.group_of.__missing__(param)
         if self.bridge is not None:

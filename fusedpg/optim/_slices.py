@@ -11,11 +11,16 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
 
 import torch
 import torch.utils._pytree as pytree
 from torch.optim.optimizer import StateDict
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
 
 __all__ = [
     "Box",
@@ -213,8 +218,12 @@ class SliceTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        cls,
+        func: OpOverload,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         kwargs = dict(kwargs or {})
         this = args[0] if args else None
         if isinstance(this, SliceTensor):
@@ -301,7 +310,7 @@ class SliceTensor(torch.Tensor):
             return [Box((0,) * self.dim(), tuple(self.shape), 0)]
         return boxes(self.shape, self.stride(), self._offset, self._local.numel())
 
-    def __create_chunk_list__(self) -> list[Any]:
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         return [
@@ -309,7 +318,7 @@ class SliceTensor(torch.Tensor):
             for box in self._boxes()
         ]
 
-    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+    def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -326,7 +335,7 @@ class SliceTensor(torch.Tensor):
             for chunk in self.__create_chunk_list__()
         ]
 
-    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         for box in self._boxes():
             if index.offset is not None and box.offsets == tuple(index.offset):
                 return box_view(self._local, box, self.stride())

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from fusedpg._layout import is_dense
 from fusedpg._refusal import telling
 from fusedpg.optim import _torch
-from fusedpg.optim._gradients import StepContext
+from fusedpg.optim._context import StepContext
 from fusedpg.optim._modes import Mode
 from fusedpg.optim._parameters import bytes_of, refuse_sharded
 
@@ -37,12 +37,12 @@ def _capturing(param: torch.Tensor) -> bool:
     return param.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _is_zero(lr: Any) -> bool:
+def _is_zero(lr: float | torch.Tensor) -> bool:
     # Nobody waits for a GPU here.
     return not (isinstance(lr, torch.Tensor) and lr.device.type != "cpu") and bool(lr == 0)
 
 
-def _versions(state: dict[str, Any]) -> int:
+def _versions(state: dict[str, torch.Tensor]) -> int:
     return sum(value._version for value in state.values())
 
 
@@ -59,7 +59,7 @@ class ShardedState(Optimizer):
 
     _slices: tuple[str, ...]  # names of state slices, with all options
     _late = False  # whether a slice may be made when others are there
-    # Of options that state dicts of older versions lack.
+    # Values of options that state dicts of older versions lack.
     _group_defaults: ClassVar[ParamGroup]
 
     def _state_keys(self, group: ParamGroup) -> list[str]:
@@ -118,7 +118,7 @@ class ShardedState(Optimizer):
         for param in params:
             self._context.layouts[param] = param.stride()
             if self.param_groups[-1].get("capturable"):
-                # What a graph made would be made again by every launch of it.
+                # Every launch of a graph would make the state again.
                 self._blank_state(param)
 
     def _check_param(self, param: torch.Tensor) -> None:
@@ -174,9 +174,10 @@ class ShardedState(Optimizer):
     def _known_state(
         self, params: list[torch.Tensor]
     ) -> tuple[list[int], dict[str, list[torch.Tensor]], bool] | None:
-        """What a step reads of parameters that have all of their state, if one operation can take
-        them: numbers of their groups, state by key, and whether they have masters. In one call,
-        as it is now: anybody may edit ``optimizer.state``."""
+        """What a step reads of parameters: numbers of their groups, state by key, and whether they
+        have masters. None if state is missing, or one operation cannot take all of them.
+
+        One call asks for it as it is now, because anybody may edit ``optimizer.state``."""
         if self._blank or not params or not self.param_groups:
             return None
         first, *others = self.param_groups
@@ -246,15 +247,11 @@ class ShardedState(Optimizer):
         finally:
             for i, param in enumerate(params) if made else ():
                 if param in made and stepped is not None and not (stepped and stepped[i]):
-                    self._unmake_state(param, made[param])
-
-    def _unmake_state(self, param: torch.Tensor, keys: list[str]) -> None:
-        """No rank had a gradient: torch makes no state then."""
-        state = self.state[param]
-        for key in keys:
-            state.pop(key, None)
-        if not state:
-            del self.state[param]
+                    state = self.state[param]
+                    for key in made[param]:
+                        state.pop(key, None)
+                    if not state:
+                        del self.state[param]
 
     def _blank_state(self, param: torch.Tensor) -> None:
         """State without a step."""

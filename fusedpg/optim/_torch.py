@@ -1,4 +1,4 @@
-"""What the optimizers use of torch that is not public, all of it.
+"""All private parts of torch that the optimizers use.
 
 Everything else that the bridge knows of DDP is public: its arguments (``find_unused_parameters``,
 ``static_graph``, ``gradient_as_bucket_view``), ``require_backward_grad_sync``, forward hooks,
@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import logging
 import sys
+import traceback
 from collections.abc import Callable
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
 import torch.utils._foreach_utils
+from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -74,13 +76,13 @@ def can_remove_hook(ddp: DistributedDataParallel) -> bool:
     )
 
 
-def buckets(ddp: DistributedDataParallel) -> list[Any]:
-    """Of its reducer, as GradBuckets of zeros."""
-    found: list[object] = getattr(ddp.reducer, "_get_zeros_like_grad_buckets", list)()
+def buckets(ddp: DistributedDataParallel) -> list[GradBucket]:
+    """The buckets of its reducer, as GradBuckets of zeros."""
+    found: list[GradBucket] = getattr(ddp.reducer, "_get_zeros_like_grad_buckets", list)()
     return found
 
 
-def remove_hook(ddp: DistributedDataParallel, state: Any) -> None:
+def remove_hook(ddp: DistributedDataParallel, state: object) -> None:
     """Takes the communication hook with this state off: DDP gets a new reducer, as when it is
     unpickled, and ``p.grad`` from it again.
 
@@ -107,7 +109,7 @@ def remove_hook(ddp: DistributedDataParallel, state: Any) -> None:
     ddp._comm_hooks = [entry for entry in ddp._comm_hooks if entry[1] is not state]
 
 
-def _require_gradients(required: dict[Any, bool]) -> None:
+def _require_gradients(required: dict[torch.nn.Parameter, bool]) -> None:
     for param, does in required.items():
         if param.requires_grad != does:
             param.requires_grad_(does)
@@ -144,7 +146,7 @@ def divides_by_active(ddp: DistributedDataParallel) -> bool:
 
 
 _CHECKPOINT = "torch.distributed.checkpoint"
-# Of its state_dict.py, what writes into an optimizer: slices into slices.
+# Functions of its state_dict.py that write into an optimizer: slices into slices.
 _LOADS = ("_load_model_state_dict", "_load_optim_state_dict", "_init_optim_state")
 
 
@@ -156,8 +158,7 @@ def asked_by_checkpoint() -> str | None:
     Returns:
         None, or what it asks for: "slices", "whole" (all ranks ask), or "whole on rank 0".
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame, _ in traceback.walk_stack(sys._getframe(1)):
         module, function = frame.f_globals.get("__name__", ""), frame.f_code.co_name
         if module == f"{_CHECKPOINT}.state_dict" and function not in _LOADS:
             info = frame.f_locals.get("info")
@@ -174,29 +175,26 @@ def asked_by_checkpoint() -> str | None:
                 return "whole on rank 0" if offload else "whole"
         if module.startswith(f"{_CHECKPOINT}."):
             return "slices"
-        frame = frame.f_back
     return None
 
 
 def initialises_state() -> bool:
     """Whether the caller wants state of an optimizer by asking for a step without effect."""
-    frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name != "_init_optim_state":
-        frame = frame.f_back
-    return frame is not None and frame.f_globals["__name__"].startswith("torch.distributed.")
+    for frame, _ in traceback.walk_stack(sys._getframe(1)):
+        if frame.f_code.co_name == "_init_optim_state":
+            return bool(frame.f_globals["__name__"].startswith("torch.distributed."))
+    return False
 
 
 def flags_of_scaler() -> list[torch.Tensor]:
     """Where the GradScaler that calls ``step()`` keeps whether it has found infinities: it hands
     over a copy. Empty if something else calls."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame, _ in traceback.walk_stack(sys._getframe(1)):
         if frame.f_globals.get("__name__") == "torch.amp.grad_scaler":
             state = frame.f_locals.get("optimizer_state")
             flags = state.get("found_inf_per_device") if isinstance(state, dict) else None
             if flags:
                 return list(flags.values())
-        frame = frame.f_back
     return []
 
 
@@ -210,15 +208,13 @@ def takes_foreach(kind: type) -> None:
 
 def clips_by_default() -> bool:
     """Whether ``torch.nn.utils.clip_grad_norm_`` asks, and chose itself to ask by foreach."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame, _ in traceback.walk_stack(sys._getframe(1)):
         if frame.f_globals.get("__name__") == "torch.nn.utils.clip_grad":
             return "foreach" in frame.f_locals and frame.f_locals["foreach"] is None
-        frame = frame.f_back
     return False
 
 
-def called_by_engine(dispatch: Any) -> bool:
+def called_by_engine(dispatch: CodeType) -> bool:
     """Whether C++ of autograd or DDP has called ``__torch_dispatch__``, and not somebody's Python.
 
     Args:

@@ -15,8 +15,8 @@ from fusedpg import compress
 from harness import Context, on_ranks
 
 # By compressor: frames of a backward of one bucket, of which HOOK are the backward's thread's.
-LIMITS = {"topk": 83, "onebit": 74, "signsgd": 52, "fp16": 50}
-HOOK = 20
+LIMITS = {"topk": 80, "onebit": 71, "signsgd": 50, "fp16": 48}
+HOOK = 18
 KEEPS = ("topk", "onebit")
 
 

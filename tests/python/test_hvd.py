@@ -23,6 +23,7 @@ import torch
 
 import fusedpg.hvd as hvd
 import harness
+from checks.frames import during, watching
 from harness import Context, on_ranks
 
 pytestmark = pytest.mark.timeout(180)
@@ -68,6 +69,16 @@ def reduced(values: np.ndarray, op: int, dtype: torch.dtype) -> torch.Tensor:
         mean = values.sum(0) / len(values)
         return torch.from_numpy(mean if dtype.is_floating_point else np.trunc(mean)).to(dtype)
     return torch.from_numpy(np.asarray(functions[op](values, axis=0))).to(dtype)
+
+
+@on_ranks(2)
+def test_frames(context: Context) -> None:
+    """An all-reduce takes few Python frames of ours."""
+    tensor = torch.ones(4)
+    with session(), watching():
+        for _ in range(3):
+            counted = during(lambda: hvd.allreduce(tensor, name="frames"), alone=True)
+    assert counted.total() <= 30, f"{counted.total()}: {counted}"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -280,7 +280,8 @@ def test_states_of_fused_optimizers_are_broadcast(context: Context) -> None:
     with session():
         plain = sgd(net.parameters())
         if context.rank == 1:  # as from a checkpoint
-            plain.load_state_dict(theirs.state_dict())
+            # A copy, as torch would take the tensors themselves, which theirs goes on to change.
+            plain.load_state_dict(copy.deepcopy(theirs.state_dict()))
             net.load_state_dict(alone.state_dict())
         hvd.broadcast_parameters(net.state_dict(), root_rank=1)
         optimizer = hvd.DistributedOptimizer(plain, net.named_parameters(), fused=True)

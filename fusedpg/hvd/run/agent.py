@@ -33,6 +33,8 @@ MAX_LINE = 1 << 16
 RESULT_FD_VARIABLE = "FUSEDPG_RUN_RESULT_FD"
 PR_SET_PDEATHSIG = 1
 
+Command = dict[str, Any]
+
 _libc = ctypes.CDLL(None)
 
 
@@ -40,7 +42,7 @@ def _die_with_agent() -> None:
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def say(message: dict[str, Any]) -> None:
+def say(message: dict[str, object]) -> None:
     sys.stdout.buffer.write(json.dumps(message).encode() + b"\n")
     sys.stdout.buffer.flush()
 
@@ -52,7 +54,7 @@ def text(data: bytes) -> str:
 class Worker:
     """One process, the leader of a process group, and the pipes from it."""
 
-    def __init__(self, command: dict[str, Any], selector: selectors.BaseSelector) -> None:
+    def __init__(self, command: Command, selector: selectors.BaseSelector) -> None:
         self.key = command["start"]
         self.selector = selector
         self.buffers: dict[int, tuple[str, bytearray]] = {}
@@ -144,7 +146,7 @@ class Agent:
         self.input = bytearray()
         self.ending = False
 
-    def start(self, command: dict[str, Any]) -> None:
+    def start(self, command: Command) -> None:
         try:
             self.workers[command["start"]] = Worker(command, self.selector)
         except OSError as error:

@@ -16,13 +16,13 @@ import selectors
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from operator import attrgetter
 
 from fusedpg.hvd import _membership
 from fusedpg.hvd.run import hosts as found
-from fusedpg.hvd.run.host import Host
+from fusedpg.hvd.run.host import Host, Message
 from fusedpg.hvd.run.options import Settings
 from fusedpg.hvd.run.output import Output
 from fusedpg.hvd.run.store import Store
@@ -190,7 +190,8 @@ class Driver:
             for slot in range(min(slots, left)):
                 self._workers.append(Worker(len(self._workers), self._host(name), slot))
             left -= min(slots, left)
-        self._wait_for_hosts()
+        while not all(host.ready for host in self._hosts.values()):
+            self._turn()
         self._generation = 0
         self._serve_generation()
         for worker, place in self._places(self._workers):
@@ -229,10 +230,6 @@ class Driver:
             self._selector.register(host.output, selectors.EVENT_READ, host)
         return self._hosts[name]
 
-    def _wait_for_hosts(self) -> None:
-        while not all(host.ready for host in self._hosts.values()):
-            self._turn()
-
     def _start(self, worker: Worker, variables: Mapping[str, str]) -> None:
         env = {**self._environ, **self.settings.variables, **variables}
         if self.settings.interfaces:
@@ -259,21 +256,25 @@ class Driver:
         events = self._selector.select(TICK_SECONDS)
         for host in writers:
             self._selector.unregister(host.input)
-        for key, _ in events:
-            host = key.data
-            if key.fileobj is not host.output:
-                continue
-            messages = host.read()
-            if messages is None:
-                self._lose(host, "its agent has ended")
-            for message in messages or ():
-                self._take(host, message)
+        for host in self._listen(events):
+            self._lose(host, "its agent has ended")
         now = time.monotonic()
         for host in list(self._hosts.values()):
             if not host.ready and now >= host.deadline:
                 self._lose(host, f"no answer within {self.settings.start_timeout:g} s")
 
-    def _take(self, host: Host, message: Mapping[str, Any]) -> None:
+    def _listen(self, events: list[tuple[selectors.SelectorKey, int]]) -> Iterator[Host]:
+        """Takes in what agents have sent, and yields each host whose agent has ended."""
+        for key, _ in events:
+            host: Host = key.data
+            if key.fileobj is host.output:
+                messages = host.read()
+                if messages is None:
+                    yield host
+                for message in messages or ():
+                    self._take(host, message)
+
+    def _take(self, host: Host, message: Message) -> None:
         if "hello" in message:
             host.ready = True
         elif "output" in message:
@@ -324,16 +325,11 @@ class Driver:
         for host in self._hosts.values():
             host.close_input()
         while self._hosts and time.monotonic() < deadline:
-            for key, _ in self._selector.select(TICK_SECONDS):
-                host = key.data
-                messages = host.read()
-                if messages is None:
-                    self._selector.unregister(host.output)
-                    del self._hosts[host.name]
-                    host.process.wait(timeout=END_SECONDS)
-                    host.output.close()
-                for message in messages or ():
-                    self._take(host, message)
+            for host in self._listen(self._selector.select(TICK_SECONDS)):
+                self._selector.unregister(host.output)
+                del self._hosts[host.name]
+                host.process.wait(timeout=END_SECONDS)
+                host.output.close()
         for host in self._hosts.values():
             host.kill()
         self._output.close()
@@ -363,15 +359,13 @@ class Driver:
                 if host.ready:
                     worker = Worker(len(self._workers), host, slot)
                     self._workers.append(worker)
-                    self._start(worker, self._variables_before_a_place(worker))
+                    where_to_ask_for_a_place = {
+                        _membership.STORE: f"{self._address}:{self._control.port}",
+                        _membership.WORKER: str(worker.number),
+                        "HOROVOD_ELASTIC": "1",
+                    }
+                    self._start(worker, where_to_ask_for_a_place)
                     running += 1
-
-    def _variables_before_a_place(self, worker: Worker) -> dict[str, str]:
-        return {
-            _membership.STORE: f"{self._address}:{self._control.port}",
-            _membership.WORKER: str(worker.number),
-            "HOROVOD_ELASTIC": "1",
-        }
 
     def _look_for_hosts(self) -> None:
         if self._discovery is None:
@@ -550,11 +544,12 @@ class Driver:
         by_host: dict[str, list[Worker]] = {}
         for worker in sorted(workers, key=age):
             by_host.setdefault(worker.host.name, []).append(worker)
-        slots: Callable[[Worker], int] = lambda worker: worker.slot  # noqa: E731
         places = []
         rank = 0
         for host_number, (_, members) in enumerate(by_host.items()):
-            local_rank_of = {w.number: n for n, w in enumerate(sorted(members, key=slots))}
+            local_rank_of = {
+                w.number: n for n, w in enumerate(sorted(members, key=attrgetter("slot")))
+            }
             for worker in members:
                 worker.rank, worker.generation = rank, self._generation
                 local_rank = local_rank_of[worker.number]

@@ -17,7 +17,10 @@ from typing import Any
 from fusedpg.hvd.run.hosts import is_local
 from fusedpg.hvd.run.options import Settings
 
-__all__ = ["AGENT", "Host"]
+__all__ = ["AGENT", "Host", "Message"]
+
+Message = dict[str, Any]
+"""A line of an agent's output, see ``agent.py``."""
 
 AGENT = Path(__file__).with_name("agent.py")
 
@@ -60,9 +63,9 @@ class Host:
             self._pending.clear()
         return bool(self._pending)
 
-    def read(self) -> list[dict[str, Any]] | None:
+    def read(self) -> list[Message] | None:
         """The messages of the agent since then; None if it is gone."""
-        messages: list[dict[str, object]] = []
+        messages: list[Message] = []
         while True:
             try:
                 data = os.read(self.output.fileno(), 1 << 16)

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from fusedpg.hvd.run import hosts
 from fusedpg.hvd.served import python_path
@@ -28,7 +27,7 @@ def _flag(value: object) -> str:
     return "1" if value else "0"
 
 
-def _not_negative(kind: Callable[[Any], Any]) -> Callable[[object], str]:
+def _not_negative(kind: Callable[..., float]) -> Callable[[object], str]:
     def convert(value: object) -> str:
         number = kind(value)
         if number < 0:
@@ -42,7 +41,7 @@ def _mebibytes(value: object) -> str:
     return str(int(float(_not_negative(float)(value)) * (1 << 20)))
 
 
-def _share(value: Any) -> str:
+def _share(value: str | float) -> str:
     if not 0 <= float(value) <= 1:
         raise ValueError(f"must be from 0 to 1, not {value}")
     return str(float(value))
@@ -62,7 +61,7 @@ class Tunable:
     flag: str
     variable: str
     key: str  # section and name in the configuration file
-    convert: Callable[[Any], str]  # the flag's or the file's value to the variable's
+    convert: Callable[..., str]  # the flag's or the file's value to the variable's
     help: str
     switch: bool = False  # --flag and --no-flag
     inverted: str = ""  # a key of the file that means the opposite
@@ -256,7 +255,7 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-def read_config(path: str | Path) -> dict[str, Any]:
+def read_config(path: str | Path) -> dict[str, object]:
     """Values by `section.name`.
 
     Raises:

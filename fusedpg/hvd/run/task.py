@@ -19,7 +19,7 @@ def _pickler() -> Any:
     return cloudpickle
 
 
-def pack(function: Any, args: object, kwargs: object) -> bytes:
+def pack(function: object, args: object, kwargs: object) -> bytes:
     """Reads the job from standard input, which comes over the agent's own connection."""
     return pickle.dumps((sys.path, _pickler().dumps((function, args, kwargs))))
 
