@@ -30,7 +30,7 @@ _MOST_AGAIN = 12  # operations that a phase computes again rather than read what
 
 def of_phases(nodes: tuple[Node, ...]) -> bool:
     """Whether a group has a sum over all elements inside."""
-    return any(node.op in LOCAL_REDUCTIONS for node in nodes)
+    return not LOCAL_REDUCTIONS.keys().isdisjoint({node.op for node in nodes})
 
 
 class _PhaseWriter(_Writer):

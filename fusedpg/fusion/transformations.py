@@ -514,7 +514,9 @@ class FuseCollective(Transformation):
                 operand in inside and operand.op != "all_gather" for operand in node.operands
             ):
                 continue
-            if node.op == "send" or (node.op != "all_gather" and self._behind(node, inside)):
+            if node.op == "send" or (
+                node.layout.kind == "Replicate" and self._behind(node, inside)
+            ):
                 continue  # it goes when the group is done
             if not _of_a_rank(node) and node.op != "all_gather" and not _of_all(node):
                 self.refuse(
@@ -525,7 +527,7 @@ class FuseCollective(Transformation):
             inside.add(node)
         if not any(node.pointwise for node in inside):
             self.refuse("nothing is computed on its slices", scatter)
-        sums = any(_of_all(node) for node in inside)
+        sums = not LOCAL_REDUCTIONS.keys().isdisjoint({node.op for node in inside})
         # What the computation reads besides: slices of whole operands, and what is made of them.
         for node in reversed(program.nodes):
             users = program.users[node]
@@ -573,6 +575,8 @@ class FuseCollective(Transformation):
     @staticmethod
     def _behind(node: Node, inside: set[Node]) -> bool:
         """Whether it takes no more than numbers of the group, and is not one itself."""
+        if node.op == "all_gather":
+            return False
         if _single(node) and node.pointwise:
             return not all(x.scalar or _single(x) for x in node.operands)
         taken = [x for x in node.operands if x in inside and x.op != "all_gather"]
