@@ -514,9 +514,7 @@ class FuseCollective(Transformation):
                 operand in inside and operand.op != "all_gather" for operand in node.operands
             ):
                 continue
-            if node.op == "send" or (
-                node.layout.kind == "Replicate" and self._behind(node, inside)
-            ):
+            if node.op == "send" or (node.layout.kind != "Shard" and self._behind(node, inside)):
                 continue  # it goes when the group is done
             if not _of_a_rank(node) and node.op != "all_gather" and not _of_all(node):
                 self.refuse(
