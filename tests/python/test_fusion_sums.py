@@ -54,6 +54,11 @@ def test_one_operation(world_size: int) -> None:
     harness.pool(world_size).run(fusion_sums.one_operation)
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_operands_that_are_read_later(world_size: int) -> None:
+    harness.pool(world_size).run(fusion_sums.read_later)
+
+
 @pytest.mark.parametrize("world_size", SIZES)
 def test_clipping(world_size: int) -> None:
     harness.pool(world_size).run(fusion_sums.clipping)

@@ -37,12 +37,12 @@ def scaled(gs: Partial, ws: Replicate, lr: float):
 def _list(drawn: random.Random, shapes: list[tuple[int, ...]], values: Any) -> list[torch.Tensor]:
     """Tensors of these shapes that lie somewhere: by themselves, as views, in other orders."""
     count = sum(torch.Size(shape).numel() for shape in shapes)
-    kind = drawn.choice(["own", "views", "gap", "transposed"])
-    memory = torch.empty(2 * count + 1, dtype=torch.float64)
+    kind = drawn.choice(["own", "views", "apart", "gap", "transposed"])
+    memory = torch.empty(2 * count + 1 + len(shapes), dtype=torch.float64)
     found, at = [], 0
     for shape, value in zip(shapes, values):
         size = value.numel()
-        if kind == "views":
+        if kind in ("views", "apart"):
             t = memory[at : at + size].view(shape)
         elif kind == "gap":
             t = memory[at + 1 : at + 1 + 2 * size : 2].as_strided(
@@ -52,7 +52,7 @@ def _list(drawn: random.Random, shapes: list[tuple[int, ...]], values: Any) -> l
             t = torch.empty(shape[::-1], dtype=torch.float64).permute(list(range(len(shape)))[::-1])
         else:
             t = torch.empty(shape, dtype=torch.float64)
-        at += 2 * size if kind == "gap" else size
+        at += 2 * size if kind == "gap" else size + (kind == "apart")
         found.append(t.copy_(value))
     return found
 

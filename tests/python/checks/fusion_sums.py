@@ -221,6 +221,30 @@ def one_operation(context: Context) -> None:
         assert_same(context, mine[0])
 
 
+@fusedpg.fuse
+def late(g: Partial, w: Replicate, m: Shard):
+    """`m` and `w` are read again behind the sum, when results may have been written over them."""
+    s = reduce_scatter(g)
+    first = m + s
+    return first, all_gather(w - s), all_gather(w + m * s.norm())
+
+
+def read_later(context: Context) -> None:
+    size, rank, numel = context.world_size, context.rank, 5000
+    draw = torch.Generator().manual_seed(9)
+    gradients, w = torch.randn(size, numel, generator=draw), torch.randn(numel, generator=draw)
+    m = shard(torch.randn(numel, generator=draw), size, rank)
+    run = late.scheduled(FuseCollective())
+    with compiles(context):
+        expected = run(gradients[rank], w, m)
+        other = torch.empty_like(w)
+        before = done()
+        run.into((m, w, other), gradients[rank], w, m)
+        assert done() == before + 1
+    for got, wanted in zip((m, w, other), expected):
+        assert torch.equal(got, wanted)
+
+
 def clipping(context: Context) -> None:
     """Against torch's clip_grad_norm_ and SGD with momentum."""
     size, rank, numel = context.world_size, context.rank, 1003
