@@ -175,7 +175,8 @@ class ProcessGroupFused(Backend):
         seeds: Sequence[int],
         done: torch.Tensor,
         async_op: bool = False,
-        first: int = 0,
+        layout: tuple[int, int, int, int, int] = ...,
+        phases: tuple[Any, ...] = ...,
     ) -> Work | None: ...
     def reduce_shards_(
         self,
@@ -312,6 +313,7 @@ class _PreparedProgram:
         gathered: Sequence[bool],
         periods: Sequence[int],
         layout: tuple[int, int, int, int, int],
+        phases: tuple[Any, ...],
     ) -> None: ...
     def run(
         self,

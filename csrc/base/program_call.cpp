@@ -23,6 +23,12 @@ OpDescriptor facts(const ProgramCall& call) {
   values.add(uint64_t{call.runs});
   values.add(call.spacing);
   values.add(uint64_t{call.row});
+  for (const std::vector<RedOp>& phase : call.sums) {
+    values.add(uint64_t{phase.size()});
+    for (const RedOp op : phase) {
+      values.add(static_cast<uint64_t>(op));
+    }
+  }
   d.value_hash = values.value();
   d.options = call.missing != nullptr ? kFirstCall : 0;
   return d;
@@ -67,6 +73,9 @@ size_t place(
     size_t begin,
     size_t first,
     size_t row) {
+  if (output.single) {
+    return 0;
+  }
   const size_t at = output.gathered ? begin : begin - first;
   return (output.of_rows ? at / row : at) * output.element;
 }

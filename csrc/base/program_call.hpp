@@ -35,6 +35,8 @@ struct ProgramCall {
     // is written.
     bool in_place;
     bool of_rows = false; // one number a row
+    bool single = false; // one number, which every rank computes
+    size_t phase = 0; // in which the function writes it
   };
   ProgramFunction function = nullptr; // null: this rank has none
   uint64_t program = 0; // a hash, which all ranks must have
@@ -56,6 +58,12 @@ struct ProgramCall {
   // are whole rows, too.
   size_t row = 1;
   size_t scratch = 0;
+  // Behind each phase of the function but the last, ranks combine numbers that
+  // it has found of their elements: how, by phase and number. Rows have none.
+  std::vector<std::vector<RedOp>> sums;
+  // What one phase keeps of every owned element for later ones, as if it were
+  // more outputs: bytes of an element.
+  std::vector<size_t> kept;
   std::vector<Input> inputs;
   std::vector<Output> outputs;
   std::vector<double> numbers; // alike on all ranks

@@ -595,7 +595,8 @@ void bind_group(py::module_& m) {
              std::vector<uint64_t> seeds,
              at::Tensor done,
              bool async_op,
-             const std::array<uint64_t, 5>& layout) {
+             const std::array<uint64_t, 5>& layout,
+             ProgramArguments::Phases phases) {
             const auto* address = std::get_if<uint64_t>(&function);
             return group.fused_program_(
                 {address ? reinterpret_cast<ProgramFunction>(*address)
@@ -612,7 +613,8 @@ void bind_group(py::module_& m) {
                  std::move(numbers),
                  std::move(seeds),
                  std::move(done),
-                 layout},
+                 layout,
+                 std::move(phases)},
                 async_op);
           },
           "A reduce-scatter, a generated function on the owned slice, and "
@@ -631,6 +633,7 @@ void bind_group(py::module_& m) {
           py::arg("done"),
           py::arg("async_op") = false,
           py::arg("layout") = std::array<uint64_t, 5>{0, 0, 0, 1, 0},
+          py::arg("phases") = ProgramArguments::Phases(),
           py::call_guard<py::gil_scoped_release>())
       .def(
           "reduce_shards_",

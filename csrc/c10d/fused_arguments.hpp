@@ -4,6 +4,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <variant>
 #include <vector>
 
@@ -96,6 +97,15 @@ struct ProgramArguments {
     size_t row;
     size_t scratch;
   } layout;
+  // As in ProgramCall: how ranks combine numbers after each phase; bytes of an
+  // element of what is kept; of each output the phase that writes it, and
+  // whether it is a single number. Empty: one phase.
+  using Phases = std::tuple<
+      std::vector<std::vector<std::string>>,
+      std::vector<size_t>,
+      std::vector<size_t>,
+      std::vector<bool>>;
+  Phases phases;
 };
 
 // One call of sparse_all_reduce; see base/call.hpp.

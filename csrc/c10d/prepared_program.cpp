@@ -39,7 +39,8 @@ class PreparedProgram {
       const Tensors& made,
       std::vector<bool> gathered,
       std::vector<uint64_t> periods,
-      const std::array<uint64_t, 5>& layout)
+      const std::array<uint64_t, 5>& layout,
+      ProgramArguments::Phases phases)
       : group_(std::move(group)),
         program_(program),
         op_(std::move(op)),
@@ -48,7 +49,8 @@ class PreparedProgram {
         reads_(std::move(reads)),
         gathered_(std::move(gathered)),
         periods_(std::move(periods)),
-        layout_(layout) {
+        layout_(layout),
+        phases_(std::move(phases)) {
     for (const at::Tensor& t : read) {
       read_types_.push_back(t.scalar_type());
     }
@@ -91,7 +93,8 @@ class PreparedProgram {
          std::move(numbers),
          std::move(seeds),
          at::from_blob(&done, {1}, at::kByte),
-         layout_},
+         layout_,
+         phases_},
         /*async_op=*/false);
     return done != 0 ? std::optional(std::move(results)) : std::nullopt;
   }
@@ -124,6 +127,7 @@ class PreparedProgram {
   std::vector<bool> gathered_;
   std::vector<uint64_t> periods_;
   std::array<uint64_t, 5> layout_;
+  ProgramArguments::Phases phases_;
   std::vector<at::ScalarType> read_types_;
   std::vector<std::pair<std::vector<int64_t>, at::ScalarType>> made_;
 };
@@ -172,7 +176,15 @@ void call_generated(
     outputs.push_back({&place, 1, 1, 0});
   }
   const ProgramArgs args{
-      &source, 0, inputs.data(), outputs.data(), numbers.data(), seeds.data()};
+      &source,
+      0,
+      inputs.data(),
+      outputs.data(),
+      numbers.data(),
+      seeds.data(),
+      0,
+      nullptr,
+      nullptr};
   reinterpret_cast<ProgramFunction>(function)(&args, begin, count);
 }
 
@@ -191,7 +203,8 @@ void bind_prepared_programs(py::module_& m) {
               const Tensors&,
               std::vector<bool>,
               std::vector<uint64_t>,
-              const std::array<uint64_t, 5>&>(),
+              const std::array<uint64_t, 5>&,
+              ProgramArguments::Phases>(),
           py::arg("group"),
           py::arg("program"),
           py::arg("op"),
@@ -201,7 +214,8 @@ void bind_prepared_programs(py::module_& m) {
           py::arg("made"),
           py::arg("gathered"),
           py::arg("periods"),
-          py::arg("layout"))
+          py::arg("layout"),
+          py::arg("phases"))
       .def(
           "run",
           &PreparedProgram::run,

@@ -93,6 +93,20 @@ ProgramCall to_engine(const ProgramArguments& a, int rank, int size) {
   call.spacing = a.layout.spacing;
   call.row = a.layout.row;
   call.scratch = a.layout.scratch;
+  const auto& [sums, kept, written, single] = a.phases;
+  TORCH_CHECK_VALUE(
+      (sums.empty() && kept.empty() && written.empty() && single.empty()) ||
+          (a.layout.runs == 0 && row == 1 &&
+           written.size() == a.outputs.size() &&
+           single.size() == a.outputs.size()),
+      "fused: fused_program: arguments of phases do not fit the others");
+  for (const std::vector<std::string>& ops : sums) {
+    call.sums.emplace_back();
+    for (const std::string& op : ops) {
+      call.sums.back().push_back(reduction_of(op));
+    }
+  }
+  call.kept = kept;
   for (size_t k = 0; k < a.operands.size(); ++k) {
     TORCH_CHECK_VALUE(
         a.kinds[k] >= 0 && a.kinds[k] <= 3,
@@ -123,7 +137,8 @@ ProgramCall to_engine(const ProgramArguments& a, int rank, int size) {
     TORCH_CHECK_VALUE(
         blocks == 0 || !a.gathered[k],
         "fused: fused_program: results in blocks are not gathered");
-    const int64_t whole = a.gathered[k] ? count : part;
+    const bool one = !single.empty() && single[k];
+    const int64_t whole = one ? 1 : a.gathered[k] ? count : part;
     const bool of_rows = row > 1 && a.outputs[k].numel() == whole / row;
     check_argument(
         "a result", a.outputs[k], of_rows ? whole / row : whole, device);
@@ -133,7 +148,13 @@ ProgramCall to_engine(const ProgramArguments& a, int rank, int size) {
       in_place = in_place || input.data == data;
     }
     call.outputs.push_back(
-        {data, a.outputs[k].element_size(), a.gathered[k], in_place, of_rows});
+        {data,
+         a.outputs[k].element_size(),
+         a.gathered[k],
+         in_place,
+         of_rows,
+         one,
+         written.empty() ? 0 : written[k]});
   }
   call.numbers = a.numbers;
   call.seeds = a.seeds;

@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <limits>
+#include <memory>
 
 #include "collectives/reduction.hpp"
 
@@ -26,7 +28,15 @@ class ProgramRun {
         lanes_(
             call.runs == 0 ? Plan::shards({call.count}, way.size())
                            : Plan::blocks(call.count, call.runs, way.size())),
-        own_(lanes_[way.rank()]) {}
+        own_(lanes_[way.rank()]) {
+    for (const LanePiece& piece : own_) {
+      own_count_ += piece.count;
+    }
+    for (const size_t element : call.kept) {
+      kept_.emplace_back(new char[own_count_ * element]);
+    }
+    begin_sums();
+  }
 
   bool run() {
     const std::string wrong = misfit(call_);
@@ -45,7 +55,9 @@ class ProgramRun {
     const size_t direct = first_gathered();
     bool able = true;
     auto small = Way::AtOnce::kNo;
-    if (none_gathered()) {
+    if (!call_.sums.empty()) {
+      // Ranks have to hear of each other's sums, so one way is not enough.
+    } else if (none_gathered()) {
       small = at_once(d, direct, own_, able);
     } else if (whole_everywhere()) {
       small = at_once(d, direct, {{0, 0, call_.count}}, able);
@@ -53,7 +65,7 @@ class ProgramRun {
     if (small == Way::AtOnce::kDone) {
       return able;
     }
-    const Plan plan = epilogue_plan(direct);
+    const Plan plan = epilogue_plan(call_.sums.empty() ? direct : kNone);
     if (small == Way::AtOnce::kNo) {
       way_.enter(&plan, d, {});
     }
@@ -61,6 +73,9 @@ class ProgramRun {
       return false;
     }
     way_.run(plan, d);
+    while (phase_ < call_.sums.size()) {
+      next_phase(d, direct);
+    }
     // A plan has one result: more of them travel after it.
     for (size_t k = 0; k < call_.outputs.size(); ++k) {
       if (k == direct || !call_.outputs[k].gathered) {
@@ -159,11 +174,76 @@ class ProgramRun {
   // Which result travels with the reduction: it has as many elements as that.
   size_t first_gathered() const {
     for (size_t k = 0; k < call_.outputs.size(); ++k) {
-      if (call_.outputs[k].gathered && !call_.outputs[k].of_rows) {
+      const ProgramCall::Output& output = call_.outputs[k];
+      if (output.gathered && !output.of_rows &&
+          output.phase == call_.sums.size()) {
         return k;
       }
     }
     return kNone;
+  }
+
+  // Memory for what the phase finds: numbers of blocks, one after the other.
+  void begin_sums() {
+    if (phase_ < call_.sums.size()) {
+      const size_t blocks = (own_count_ + kProgramBlock - 1) / kProgramBlock;
+      sums_.assign(blocks * call_.sums[phase_].size(), 0);
+    }
+  }
+
+  static double nothing(RedOp op) {
+    constexpr double kInfinity = std::numeric_limits<double>::infinity();
+    return op == RedOp::kMax ? -kInfinity : op == RedOp::kMin ? kInfinity : 0;
+  }
+  static double combined(RedOp op, double a, double b) {
+    if (op == RedOp::kSum) {
+      return a + b;
+    }
+    if (a != a || b != b) {
+      return a + b; // a NaN
+    }
+    return op == RedOp::kMax ? std::max(a, b) : std::min(a, b);
+  }
+
+  // Combines the phase's numbers over all ranks' elements, blocks in order and
+  // then ranks in order, and carries out the next phase.
+  void next_phase(OpDescriptor& d, size_t direct) {
+    const std::vector<RedOp>& ops = call_.sums[phase_];
+    std::vector<uint64_t> words(ops.size());
+    for (size_t k = 0; k < ops.size(); ++k) {
+      double sum = nothing(ops[k]);
+      for (size_t at = k; at < sums_.size(); at += ops.size()) {
+        sum = combined(ops[k], sum, sums_[at]);
+      }
+      std::memcpy(&words[k], &sum, sizeof sum);
+    }
+    ++phase_;
+    const bool last = phase_ == call_.sums.size();
+    Plan plan = epilogue_plan(last ? direct : kNone);
+    plan.reads = false;
+    plan.tensors.front().src = nullptr;
+    d.flags = 0;
+    way_.enter(&plan, d, words);
+    for (size_t k = 0; k < ops.size(); ++k) {
+      double total = nothing(ops[k]);
+      for (int p = 0; p < way_.size(); ++p) {
+        double sum = 0;
+        std::memcpy(&sum, way_.extra(p) + k, sizeof sum);
+        total = combined(ops[k], total, sum);
+      }
+      totals_.push_back(total);
+    }
+    begin_sums();
+    compute(
+        kNone,
+        own_.empty() ? 0 : own_.front().begin,
+        0,
+        0,
+        nullptr,
+        0,
+        {},
+        /*stream=*/false);
+    way_.run(plan, d);
   }
 
   // reduce-scatter -> function -> all-gather of the output `direct`.
@@ -182,7 +262,7 @@ class ProgramRun {
     }
     plan.tensors.push_back({static_cast<const char*>(call_.source), dst});
     plan.lanes = lanes_;
-    plan.granule = call_.row;
+    plan.granule = call_.sums.empty() ? call_.row : kProgramBlock;
     plan.epilogue = [this, direct](
                         size_t /* tensor */,
                         size_t begin,
@@ -237,6 +317,10 @@ class ProgramRun {
       const Sources& srcs,
       bool stream) const {
     const auto ranks = static_cast<size_t>(way_.size());
+    if (phase_ > 0) {
+      compute(direct, begin, count, 0, dsts, num_dsts, {}, stream);
+      return;
+    }
     if (!srcs.folded && srcs.num == ranks && ranks <= kMostProgramSources) {
       compute(direct, begin, count, 0, dsts, num_dsts, srcs, stream);
       return;
@@ -285,6 +369,10 @@ class ProgramRun {
       places.push_back(
           static_cast<char*>(dsts[k]) + offset * call_.outputs[direct].element);
     }
+    const size_t before_kept = places.size();
+    for (size_t k = 0; k < kept_.size(); ++k) {
+      places.push_back(kept_[k].get() + (begin - first) * call_.kept[k]);
+    }
     thread_local std::vector<char> scratch;
     scratch.resize(std::max(scratch.size(), call_.scratch + kLine));
     char* const memory = scratch.data();
@@ -301,6 +389,9 @@ class ProgramRun {
       }
       outputs.push_back(output);
     }
+    for (size_t k = before_kept; k < places.size(); ++k) {
+      outputs.push_back({places.data() + k, 1, 1, 0});
+    }
     if (call_.scratch != 0) {
       outputs.push_back({&own, 1, 1, 0});
     }
@@ -310,8 +401,19 @@ class ProgramRun {
         inputs.data(),
         outputs.data(),
         call_.numbers.data(),
-        call_.seeds.data()};
+        call_.seeds.data(),
+        phase_,
+        sums_of(begin - first),
+        totals_.data()};
     call_.function(&args, index(begin), count);
+  }
+
+  // Where the numbers of a block go that begins at an owned element.
+  double* sums_of(size_t own) const {
+    if (phase_ >= call_.sums.size()) {
+      return nullptr;
+    }
+    return sums_.data() + own / kProgramBlock * call_.sums[phase_].size();
   }
 
   void reduce(void* sums, size_t count, size_t offset, const Sources& srcs)
@@ -335,6 +437,11 @@ class ProgramRun {
   const ProgramCall& call_;
   const Lanes lanes_;
   const std::vector<LanePiece>& own_;
+  size_t own_count_ = 0;
+  size_t phase_ = 0;
+  mutable std::vector<double> sums_; // of the phase; the epilogue fills it
+  std::vector<double> totals_; // of the phases before
+  std::vector<std::unique_ptr<char[]>> kept_;
 };
 
 } // namespace

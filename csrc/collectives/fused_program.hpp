@@ -7,8 +7,8 @@
 // its results as one collective.
 namespace fusedpg {
 
-// What a generated function gets (fusedpg/fusion/codegen_text.py has the same
-// text). All pointers are to the first of `count` elements, but for operands
+// What a generated function gets (fusedpg/fusion/generated/program.h has the
+// same text). All pointers are to the first of `count` elements, but for operands
 // that are passed as they are, and to the number of its row for what has one of
 // each.
 
@@ -29,7 +29,19 @@ struct ProgramArgs {
   const ProgramOutput* outputs;
   const double* numbers;
   const uint64_t* seeds;
+  // A function has as many phases as ProgramCall says. Only the first one gets
+  // sources.
+  uint64_t phase;
+  // Where the phase puts what it finds of each kProgramBlock elements: so many
+  // numbers a block as ranks combine after it.
+  double* sums;
+  // What all ranks' numbers of earlier phases came to. A call of no elements
+  // writes the outputs that are computed from them and single numbers alone.
+  const double* totals;
 };
+// A function that has sums gets blocks of so many elements, counted from the
+// begin of the owned slice; only the last one may be shorter.
+constexpr size_t kProgramBlock = 1024;
 // A function takes contributions of at most so many ranks.
 constexpr size_t kMostProgramSources = 8;
 

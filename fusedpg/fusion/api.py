@@ -29,6 +29,7 @@ from fusedpg.fusion.lower import Parameter, collective, ends, lower
 from fusedpg.fusion.messages import give_up
 from fusedpg.fusion.places import Ranks, check_part, check_targets, refuse, transformed
 from fusedpg.fusion.plan import EarlierCalls, Run, start, wait
+from fusedpg.fusion.scattered import Targets, flat
 from fusedpg.fusion.schedule import Schedule, cheapest, schedules
 from fusedpg.fusion.signature import Signature
 from fusedpg.fusion.trace import ambient, trace
@@ -361,7 +362,7 @@ class FusedFunction:
         /,
         *args: Any,
         group: dist.ProcessGroup | None = None,
-        into: torch.Tensor | Sequence[torch.Tensor] | None = None,
+        into: torch.Tensor | Sequence[torch.Tensor | Sequence[torch.Tensor]] | None = None,
         seconds: float = SECONDS,
         again: bool = False,
         **kwargs: Any,
@@ -387,7 +388,9 @@ class FusedFunction:
             ranks = Ranks.of(group)
             values = self._signature.bind(args, kwargs)
             wrt = _requiring_grad(values) if torch.is_grad_enabled() and into is None else ()
-            targets = [into] if isinstance(into, torch.Tensor) else into
+            targets: Any = [into] if isinstance(into, torch.Tensor) else into
+            if targets is not None and any(not isinstance(t, torch.Tensor) for t in targets):
+                targets = Targets(targets, ()).flat
             return self._tune(values, ranks, wrt, targets, seconds, again)
 
     def report(self) -> str:
@@ -459,7 +462,7 @@ class FusedFunction:
 
     def into(
         self,
-        targets: torch.Tensor | Sequence[torch.Tensor],
+        targets: torch.Tensor | Sequence[torch.Tensor | Sequence[torch.Tensor]],
         /,
         *args: Any,
         group: dist.ProcessGroup | None = None,
@@ -468,13 +471,42 @@ class FusedFunction:
     ) -> Any:
         """As a call, and the results are written into `targets`, which may be arguments.
 
+        There is one target for each result, a tensor or a list of tensors.
+
         An operation that is checked and found wrong leaves them as they were. An error on the way
         (a rank that dies) may leave them half written, and ends the group: compiled code writes
         them as it computes them where no result needs their old values.
         """
-        listed = [targets] if isinstance(targets, torch.Tensor) else list(targets)
+        listed: list[Any] = [targets] if isinstance(targets, torch.Tensor) else list(targets)
+        for target in listed:
+            if not isinstance(target, torch.Tensor):
+                return self._into_lists(args, kwargs, group, async_op, listed)
         start = self._outside if torch.compiler.is_compiling() else self._start
         return start(args, kwargs, group, async_op, listed)
+
+    @torch._disable_dynamo
+    def _into_lists(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        group: dist.ProcessGroup | None,
+        async_op: bool,
+        listed: list[Any],
+    ) -> Any:
+        before = shared_errors()
+        try:
+            given = self._defaults | dict(zip(self._parameters, args)) | dict(kwargs)
+            values = self._signature.bind(args, kwargs)
+            lists = [
+                (value, values[name])
+                for name, value in given.items()
+                if isinstance(value, (list, tuple)) and name in values
+            ]
+            targets = Targets(listed, lists)
+        except Exception as error:
+            self._refused(args, kwargs, group, None, error, before)
+            raise
+        return self._start((), values, group, async_op, targets.flat, written=targets.write)
 
     # --- as an operation of torch.compile ----------------------------------------------------
 
@@ -487,6 +519,9 @@ class FusedFunction:
             if name not in kwargs and name not in self._defaults:
                 raise TypeError(f"missing argument `{name}`")
             given.append(kwargs[name] if name in kwargs else self._defaults[name])
+        for place, value in enumerate(given):
+            if isinstance(value, (list, tuple)):
+                given[place] = flat(self._parameters[place], value)
         if len(args) + len(kwargs) > len(self._parameters) or len(given) > len(self._parameters):
             raise TypeError("too many arguments, or one of another name")
         kinds = described(given)
@@ -564,12 +599,14 @@ class FusedFunction:
         async_op: bool,
         targets: list[torch.Tensor] | None,
         stages: dist.ProcessGroup | None = None,
+        written: Callable[[], Any] | None = None,
     ) -> Any:
+        """`written`: what a call returns instead of the targets, and is done behind them."""
         # Of a tensor with a tangent an earlier call knows nothing.
         if not async_op and stages is None and forward_ad._current_level < 0:
             known = self._earlier.repeat(group, args, kwargs, targets or ())
             if known is not None:
-                return known
+                return known if written is None else written()
         before = shared_errors()
         try:
             values, ranks, wrt, plan, program = self._prepared(args, kwargs, group, targets)
@@ -588,6 +625,8 @@ class FusedFunction:
         def finish(results: list[torch.Tensor]) -> Any:
             if plan is not None:
                 results = attach(plan, place, values, results, stages)
+            if written is not None:
+                return written()[0] if single else written()
             return results[0] if single else tuple(results)
 
         told = telling(ranks.group, *values.values(), when=call.meets)
@@ -671,7 +710,11 @@ class FusedFunction:
 
 def device_of(values: Mapping[str, Any]) -> str:
     """The type of device that the tensors are on."""
-    return next((v.device.type for v in values.values() if isinstance(v, torch.Tensor)), "cpu")
+    for value in values.values():
+        for one in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(one, torch.Tensor):
+                return one.device.type
+    return "cpu"
 
 
 def _requiring_grad(values: Mapping[str, Any]) -> tuple[str, ...]:

@@ -11,12 +11,13 @@ import dataclasses
 import functools
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from fusedpg.fusion.ir import Group, Node, Program
+from fusedpg.fusion.ir import LOCAL_REDUCTIONS, Group, Node, Program
 
 FULL, PART, AS_IS, PART_OF_ROWS = 0, 1, 2, 3  # ProgramCall::Operand
 _MOST_SOURCES = 8  # kMostProgramSources
@@ -31,6 +32,7 @@ _STORED = {
 _COMPUTED = {torch.float64: "double", torch.bool: "bool"}
 _HALVES = (torch.bfloat16, torch.float16)
 _PICKS = ("min", "max")
+FOLDED = {"sum": "sum_of", "max": "max_of", "min": "min_of"}  # generated/rows.h
 _INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
 _COMPARED = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
 _MATH = frozenset({"exp", "log", "tanh", "sigmoid", "erf", "gelu", "silu"})
@@ -60,6 +62,25 @@ class Unsupported(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
+class Phases:
+    """Of a function between whose phases ranks combine numbers; without any there is one phase."""
+
+    sums: tuple[tuple[str, ...], ...] = ()  # how, behind each phase but the last
+    kept: tuple[torch.dtype, ...] = ()  # of this rank's elements, for later phases
+    written: tuple[int, ...] = ()  # for each output the phase that writes it
+    single: tuple[bool, ...] = ()  # whether it is one number
+    read: tuple[int, ...] = ()  # for each operand the last phase that reads it
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """As `fused_program_` takes them."""
+        return self.sums, [dtype.itemsize for dtype in self.kept], self.written, self.single
+
+
+_ONE_PHASE = Phases()
+
+
+@dataclasses.dataclass(frozen=True)
 class Source:
     """The generated text, and what its function gets in which order."""
 
@@ -75,6 +96,7 @@ class Source:
     shapes: str
     row: int = 1  # elements of which the function takes whole rows
     scratch: int = 0  # bytes of memory that it needs
+    phases: Phases = _ONE_PHASE
 
     @functools.cached_property
     def code(self) -> str:
@@ -157,6 +179,7 @@ class _Writer:
         self._operands: dict[Node, tuple[int, int]] = {}  # number, kind
         self._materialised: set[Node] = set()
         self._numbers: dict[Node, int] = {}
+        self._taken: set[Node] = set()  # numbers that the function has by name
         self._seeds: dict[Node, int] = {}
         self._dropouts: list[Node] = []
         self._periods: list[int] = []
@@ -273,8 +296,9 @@ class _Writer:
             if math.isinf(value):
                 return "double(INFINITY)" if value > 0 else "-double(INFINITY)"
             return repr(value) if value >= 0 and math.copysign(1, value) > 0 else f"({value!r})"
-        if node not in self._numbers:
-            number = self._numbers[node] = len(self._numbers)
+        number = self._numbers.setdefault(node, len(self._numbers))
+        if node not in self._taken:
+            self._taken.add(node)
             self._take_number(node, number)
         return self._names[node]
 
@@ -359,8 +383,9 @@ class _Writer:
     def _dropout(self, node: Node) -> str:
         seed = node.operands[2]
         number = self._seeds.setdefault(seed, len(self._seeds))
-        self._dropouts.append(node)
-        bits = self._random(node, number, 2 * (len(self._dropouts) - 1))
+        if node not in self._dropouts:
+            self._dropouts.append(node)
+        bits = self._random(node, number, 2 * self._dropouts.index(node))
         name, x = self._names[node], self._names[node.operands[0]]
         scale = f"{_computed(node.dtype)}({name}_scale)"
         return f"({bits} >> 8) >= {name}_least ? {x} * {scale} : 0"
@@ -405,10 +430,16 @@ class _Writer:
         for node in order:
             latest = max((self._ready[x] for x in node.operands if not x.scalar), default=0)
             self._ready[node] = latest + (node.op in _MATH)
-        body = self._body(order, outputs)
+        sinks = [
+            (number, node, node.operands[0] if whole else node)
+            for number, (node, whole) in enumerate(outputs)
+        ]
+        body = self._body(order, sinks)
         return self._source(self._text_of_file(body, any(node.op in _MATH for node in order)))
 
-    def _source(self, text: str, row: int = 1, scratch: int = 0) -> Source:
+    def _source(
+        self, text: str, row: int = 1, scratch: int = 0, phases: Phases = _ONE_PHASE
+    ) -> Source:
         """The text, and what has been taken in while it was written; of rows their length, too."""
         return Source(
             text,
@@ -423,6 +454,7 @@ class _Writer:
             "\n".join([*self._given(), *self._described()]),
             row,
             scratch,
+            phases,
         )
 
     def _name(self, node: Node) -> None:
@@ -441,8 +473,16 @@ class _Writer:
                 found.append((node, False))
         return tuple(found)
 
-    def _body(self, order: list[Node], outputs: tuple[tuple[Node, bool], ...]) -> list[str]:
-        values = [node.operands[0] if whole else node for node, whole in outputs]
+    def _body(
+        self, order: list[Node], sinks: list[tuple[int, Node, Node]], sums: Sequence[Node] = ()
+    ) -> list[str]:
+        """The loops over a tile.
+
+        Args:
+            sinks: where values go: the number of the output, the node that names it, the value.
+            sums: what is added up, and the like, of a tile's elements.
+        """
+        values = [*(value for _, _, value in sinks), *(node.operands[0] for node in sums)]
         last = max([self._ready[value] for value in values], default=0)
         uses: dict[Node, set[int]] = {}  # the loops that read a value
         for node in order:
@@ -483,7 +523,7 @@ class _Writer:
                 elif ready < loop and loop in uses.get(node, ()):
                     body.append(f"const {kind} {name} = {name}tile[i];")
             if loop == last:
-                for number, (node, value) in enumerate(zip((n for n, _ in outputs), values)):
+                for number, node, value in sinks:
                     assert node.dtype is not None
                     stored = _STORED[node.dtype]
                     name = self._names[node]
@@ -492,6 +532,13 @@ class _Writer:
                     lines.append(f"{stored}* {name}out = place({name}to, {name}results, at);")
                     body.append(f"store({name}out + i, {self._names[value]});")
                     after.append(f"deliver({name}to, {name}out, at, n);")
+                for number, node in enumerate(sums):
+                    (value,) = node.operands
+                    tile = f"{self._names[node]}summed"
+                    arrays.append(f"alignas(64) {_computed(value.dtype)} {tile}[kTile];")
+                    body.append(f"{tile}[i] = {self._names[value]};")
+                    place = f"a->sums[at / kTile * {len(sums)} + {number}]"
+                    after.append(f"{place} = {FOLDED[LOCAL_REDUCTIONS[node.op]]}({tile}, n);")
             lines += ["VECTORISE", "for (uint64_t i = 0; i < n; ++i) {"]
             lines += ["  " + line for line in body]
             lines += ["}", *after]

@@ -15,6 +15,8 @@ is how a GPU's threads load, compute and store. All parameters are of eight byte
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from fusedpg.fusion.codegen import (
@@ -76,7 +78,9 @@ class _CudaWriter(_Writer):
 
     # --- the kernel ------------------------------------------------------------------------------
 
-    def _body(self, order: list[Node], outputs: tuple[tuple[Node, bool], ...]) -> list[str]:
+    def _body(
+        self, order: list[Node], sinks: list[tuple[int, Node, Node]], sums: Sequence[Node] = ()
+    ) -> list[str]:
         arrays, loads, lines = [], [], []
         for node, text in self._loads.items():
             name = self._names[node]
@@ -97,11 +101,10 @@ class _CudaWriter(_Writer):
                 text = self._expression(node)
             where = f"  // {node.source}" if node.source else ""
             lines.append(f"const {kind} {self._names[node]} = {text};{where}")
-        for node, whole in outputs:
-            if whole and node.dtype == torch.bool:
+        for _, node, result in sinks:
+            if result is not node and node.dtype == torch.bool:
                 raise Unsupported("a mask that all ranks get")
-            value = self._names[node.operands[0] if whole else node]
-            lines.append(f"store({node.name}_out + i, {value});")
+            lines.append(f"store({node.name}_out + i, {self._names[result]});")
         each = [
             "#pragma unroll",
             "for (u32 k = 0; k < kItems; ++k) {",

@@ -16,6 +16,7 @@ import dataclasses
 from fusedpg.fusion.codegen import (
     _HALVES,
     _MATH,
+    FOLDED,
     Unsupported,
     _computed,
     _pattern,
@@ -27,7 +28,6 @@ from fusedpg.fusion.ir import PARTIAL, REDUCTIONS, REPLICATE, SHARD, Node, Progr
 from fusedpg.fusion.rows import Rows
 
 CHUNK = 1024
-_REDUCED = {"sum": "sum_of", "max": "max_of", "min": "min_of"}
 # How an operand is passed: as it is, broadcast to a shape, or this rank's slice of it.
 AS_IS, BROADCAST, SLICE = 0, 1, 2
 
@@ -307,7 +307,7 @@ class _RowWriter(_Writer):
         if node.op in REDUCTIONS:
             given = node.operands[0]
             tile = self._names[given] if self._tiled(given) else name
-            text = f"{_REDUCED[node.op]}({tile}tile, n)"
+            text = f"{FOLDED[node.op]}({tile}tile, n)"
         elif node.op in _MATH:
             assert node.dtype is not None
             x = self._names[node.operands[0]]

@@ -19,6 +19,7 @@ from fusedpg.fusion.alike import NO_MARK, Mark
 from fusedpg.fusion.codegen import AS_IS, FULL, PART, Source, Unsupported, generate
 from fusedpg.fusion.codegen_cuda import generate_cuda
 from fusedpg.fusion.codegen_own_rows import generate_own_rows, of_rows
+from fusedpg.fusion.codegen_phases import generate_phases, of_phases
 from fusedpg.fusion.errors import FusionError
 from fusedpg.fusion.ir import PARTIAL, REPLICATE, SHARD, Group, Node, Program
 from fusedpg.fusion.places import span
@@ -48,7 +49,9 @@ class Kernel:
         # What `written` found, by where the tensors of a call lie.
         self._places: dict[tuple[Any, ...], tuple[int, ...]] = {}
         try:
-            found = generate_own_rows if of_rows(nodes) else generate
+            found = generate_phases if of_phases(nodes) else generate
+            if of_rows(nodes):
+                found = generate_own_rows
             self.source = found(group, nodes, program)
         except Unsupported as unsupported:
             self.reason = self.cuda_reason = f"{unsupported} is not generated"
@@ -60,6 +63,8 @@ class Kernel:
         if self.source is None:
             return None
         try:
+            if self.source.phases.sums:
+                raise Unsupported("a sum over the ranks inside")
             return generate_cuda(self._group, self._nodes, self._program)
         except Unsupported as unsupported:
             self.cuda_reason = f"{unsupported} is not generated for GPUs"
@@ -97,6 +102,7 @@ class Kernel:
             source.gathered,
             source.periods,
             (0, 0, 0, source.row, source.scratch),
+            source.phases.arguments,
         )
 
     def function(self) -> int:
@@ -153,6 +159,8 @@ class Kernel:
         whole_ones = (x for x, whole in source.outputs if whole)
         first = next((x for x in whole_ones if x.numel == source.scatter.numel), None)
         whole = dict(source.outputs)[node]
+        phases = source.phases
+        at = source.outputs.index((node, whole))
         for argument in program.inputs:
             value = None if argument.scalar else call.slots[number[argument]]
             if value is None or not spans.overlap(value, target):
@@ -176,6 +184,11 @@ class Kernel:
                 return None
             # Of a row one pass has written results, and the next one still reads operands.
             if not is_source and source.row > 1:
+                return None
+            # As is a later phase.
+            if phases.sums and (
+                is_source or phases.read[list(kinds).index(argument)] > phases.written[at]
+            ):
                 return None
         # Arguments that are no longer needed have left their slots.
         for value in call.given:
@@ -225,6 +238,7 @@ def begin(
         done,
         async_op,
         (first, runs, spacing, source.row, source.scratch),
+        source.phases.arguments,
     )
 
 
@@ -350,6 +364,8 @@ class Direct:
         group, nodes = groups[0]
         source = kernel(group, nodes, program).source if group.kind == "collective" else None
         if source is None or not source.scatter.numel or source.materialised:
+            return None
+        if source.phases.sums:
             return None
         outputs = tuple(node for node, _ in source.outputs)
         given = [source.scatter.operands[0], *(_input(node) for node, _ in source.operands)]

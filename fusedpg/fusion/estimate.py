@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from fusedpg.fusion.chunks import ChunkedCollective
 from fusedpg.fusion.compiled import kernel
-from fusedpg.fusion.ir import COLLECTIVES, REDUCTIONS, Group, Node, Program
+from fusedpg.fusion.ir import COLLECTIVES, LOCAL_REDUCTIONS, REDUCTIONS, Group, Node, Program
 from fusedpg.fusion.local import local_kernel
 
 # Seconds that Python and torch take for a call of each.
@@ -84,7 +84,8 @@ def _element(node: Node, mask: float) -> float:
         return mask
     if node.op in _TRANSCENDENTAL:
         return _SERIES
-    return _SIMPLE if node.pointwise or node.op in REDUCTIONS else 0.0
+    reduces = node.op in REDUCTIONS or node.op in LOCAL_REDUCTIONS
+    return _SIMPLE if node.pointwise or reduces else 0.0
 
 
 def _passed(group: Group, nodes: tuple[Node, ...], program: Program) -> float:
@@ -99,6 +100,9 @@ def _passed(group: Group, nodes: tuple[Node, ...], program: Program) -> float:
             time += 2 * _bytes(node.operands[0], size) * _BYTE
         elif node.op == "all_gather":
             time += _bytes(node, size) * (2 * _BYTE + _NEW_BYTE)
+            continue
+        elif node.op == "all_reduce":
+            time += _COLLECTIVE / 2  # ranks meet once more
             continue
         else:
             time += _held(node, size) * _element(node, _KERNEL_MASK)

@@ -287,15 +287,15 @@ class Program:
                 total += -(-value.numel // parts) * value.dtype.itemsize
         return total
 
-    def bytes(self) -> int:
-        """What a rank sends to its group in a run.
+    def bytes(self, least: int = 0) -> int:
+        """What a rank sends to its group in a run, of values of at least so many elements.
 
         By the usual count: n (P - 1) / P a half of an all-reduce. Sums of 16-bit types travel in
         float32.
         """
         total = 0
         for node in self.nodes:
-            if node.op in COLLECTIVES and node.dtype is not None:
+            if node.op in COLLECTIVES and node.dtype is not None and node.numel >= least:
                 sums = node.op in ("all_reduce", "reduce_scatter")
                 size = max(node.dtype.itemsize, 4 if sums else 1)
                 halves = 2 if node.op == "all_reduce" else 1

@@ -96,7 +96,8 @@ def ordered(program: Program, one_host: bool = True) -> list[Schedule]:
         changed = schedule.program
         # Before all, by nothing that another stage does not know: both have to choose alike.
         whole = sum(value.layout != SHARD for value in map(carried, changed.messages))
-        sent, time = changed.bytes(), seconds(changed)
+        # A sum of single numbers takes the time of a message, whatever its bytes.
+        sent, time = changed.bytes(least=2), seconds(changed)
         rest = (time, sent) if one_host else (sent, time)
         return whole, *rest, len(schedule.transformations)
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from fusedpg._registration import load_extension
 from fusedpg.fusion.errors import IllegalProgram
 from fusedpg.fusion.ir import PARTIAL, REPLICATE, SCALAR, SHARD, Layout
+from fusedpg.fusion.scattered import flat
 from fusedpg.fusion.trace import line_of
 
 _CLASSES = {Partial: PARTIAL, Replicate: REPLICATE, Shard: SHARD}
@@ -117,7 +118,11 @@ class Signature:
             if type(value) is exact[name]:
                 continue
             layout = self.layouts[name]
-            if layout == SCALAR:
+            if isinstance(value, (list, tuple)) and layout != SCALAR:
+                if layout is not None and layout.dim is not None:
+                    raise TypeError(f"`{name}` is {layout} and a list, which has one dimension")
+                values[name] = flat(name, value)
+            elif layout == SCALAR:
                 kind = self.kinds[name]
                 if isinstance(value, bool) or not isinstance(value, (int, float)):
                     raise TypeError(f"`{name}` is {kind.__name__}, got {type(value).__name__}")
@@ -128,7 +133,7 @@ class Signature:
                 raise TypeError(f"`{name}` is a {layout} tensor, got {type(value).__name__}")
             elif not isinstance(value, (torch.Tensor, bool, int, float, str, type(None))):
                 raise TypeError(
-                    f"`{name}` is a {type(value).__name__}: arguments are tensors and numbers, or "
-                    "bool, str and None, for each of which there is a program"
+                    f"`{name}` is a {type(value).__name__}: arguments are tensors, lists of them "
+                    "and numbers, or bool, str and None, for each of which there is a program"
                 )
         return values

@@ -230,9 +230,9 @@ class Fused(Step):
 
     def _new(self, call: Call, number: int) -> torch.Tensor:
         """Memory for the result of this number."""
-        node, whole = self._source.outputs[number]
+        node, _ = self._source.outputs[number]
         length = shard_range(self._source.scatter.numel, call.plan.size, call.plan.rank)[1]
-        shape = node.shape if whole else (length // node.layout.row,)
+        shape = (length // node.layout.row,) if node.layout.parted else node.shape
         return torch.empty(shape, dtype=node.dtype, device=call.device)
 
     def _begin(

@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from fusedpg.fusion.errors import FusionError, IllegalTransformation
 from fusedpg.fusion.ir import (
+    LOCAL_REDUCTIONS,
     PARTIAL,
     REDUCTIONS,
     REPLICATE,
@@ -495,8 +496,9 @@ def _with_groups(how: Transformation, program: Program, groups: list[Group]) -> 
 class FuseCollective(Transformation):
     """A reduce_scatter, the computation on its slices, and their all_gathers become one operation.
 
-    Reductions are part of that where they are of the rank's own rows, see `OwnRows`. The node is
-    the reduce_scatter; without one there must be exactly one in the program.
+    Reductions are part of that where they are of the rank's own rows, see `OwnRows`, or of all
+    elements: then ranks exchange the numbers within the operation. The node is the reduce_scatter;
+    without one there must be exactly one in the program.
     """
 
     def apply(self, program: Program) -> Program:
@@ -512,9 +514,9 @@ class FuseCollective(Transformation):
                 operand in inside and operand.op != "all_gather" for operand in node.operands
             ):
                 continue
-            if node.op == "send":
+            if node.op == "send" or (node.layout.kind != "Shard" and self._behind(node, inside)):
                 continue  # it goes when the group is done
-            if not _of_a_rank(node) and node.op != "all_gather":
+            if not _of_a_rank(node) and node.op != "all_gather" and not _of_all(node):
                 self.refuse(
                     "several collectives: this has a sum over the ranks of its own; FuseCompute "
                     "fuses what is computed before and after it",
@@ -523,26 +525,112 @@ class FuseCollective(Transformation):
             inside.add(node)
         if not any(node.pointwise for node in inside):
             self.refuse("nothing is computed on its slices", scatter)
+        sums = not LOCAL_REDUCTIONS.keys().isdisjoint({node.op for node in inside})
         # What the computation reads besides: slices of whole operands, and what is made of them.
         for node in reversed(program.nodes):
             users = program.users[node]
             alike = node.numel * node.layout.row == scatter.numel and node.layout.parted
             alike &= node.layout.row > 1 or node.shape == scatter.shape
+            numbers = sums and (_of_all(node) or (node.pointwise and _single(node)))
             if (
-                alike
-                and _of_a_rank(node)
+                (numbers or (alike and _of_a_rank(node)))
                 and users
                 and inside.issuperset(users)
                 and node not in program.outputs
             ):
                 inside.add(node)
+        wholes = self._wholes(program, scatter, inside) if sums else []
+        if wholes:
+            return self.apply(_on_slices(program, wholes))
         between = escape(frozenset(inside), program)
         if between is not None:
             self.refuse("a cycle: this lies between operations of the group", between)
         kinds = {node.layout.row: node for node in inside if node.layout.row > 1}
         if len(kinds) > 1:
             self.refuse("it is of other rows than others in the group", max(kinds.items())[1])
+        if kinds and sums:
+            self.refuse("rows beside a sum over the ranks", next(iter(kinds.values())))
         return _with_groups(self, program, [Group("collective", frozenset(inside))])
+
+    @staticmethod
+    def _wholes(program: Program, scatter: Node, inside: set[Node]) -> list[Node]:
+        """Reductions of whole values that the group alone uses.
+
+        As ranks exchange numbers anyway, each reduces its slice.
+        """
+        return [
+            node
+            for node in program.nodes
+            if node.op in REDUCTIONS
+            and _single(node)
+            and not program.groups
+            and node.operands[0].layout == REPLICATE
+            and node.operands[0].shape == scatter.shape
+            and node not in program.outputs
+            and inside.issuperset(program.users[node])
+        ]
+
+    @staticmethod
+    def _behind(node: Node, inside: set[Node]) -> bool:
+        """Whether it takes no more than numbers of the group, and is not one itself."""
+        if node.op == "all_gather":
+            return False
+        if _single(node) and node.pointwise:
+            return not all(x.scalar or _single(x) for x in node.operands)
+        taken = [x for x in node.operands if x in inside and x.op != "all_gather"]
+        return not node.layout.parted and all(map(_single, taken))
+
+
+def _on_slices(program: Program, wholes: Collection[Node]) -> Program:
+    """The program whose reductions of whole values are those of slices and an all_reduce."""
+    names = Names(node.name for node in program.nodes)
+    slices = {x.operands[0]: x for x in program.nodes if x.operands and _slices(x, x.operands[0])}
+    gathered = {x: x.operands[0] for x in program.nodes if x.op == "all_gather"}
+
+    def part(value: Node, shape: tuple[int, ...], users: int) -> Node:
+        if value.scalar or not value.shape:
+            return value
+        if value in gathered and value.shape == shape and gathered[value].layout == SHARD:
+            return gathered[value]
+        if value in slices and value.shape == shape:
+            return slices[value]
+        own = value.pointwise and value.layout == REPLICATE and value.shape == shape
+        if own and len(program.users[value]) <= users and value not in program.outputs:
+            operands = tuple(part(x, shape, 1) for x in value.operands)
+            slices[value] = dataclasses.replace(value, operands=operands, layout=SHARD)
+        else:
+            sliced = _slice(value, shape, names)
+            if value.shape != shape:
+                return sliced
+            slices[value] = sliced
+        return slices[value]
+
+    # Before anything is replaced, so that parts are of the program's own nodes.
+    parts = {x: part(x.operands[0], x.operands[0].shape, 1) for x in wholes}
+
+    def change(node: Node, operands: tuple[Node, ...]) -> Node | None:
+        if node not in parts:
+            return None
+        name = names.new(f"{node.name}_local")
+        local = dataclasses.replace(
+            node, op=f"local_{node.op}", operands=(parts[node],), layout=PARTIAL, name=name
+        )
+        attributes = (("op", node.op),)
+        return dataclasses.replace(node, op="all_reduce", operands=(local,), attributes=attributes)
+
+    return rewrite(program, change)
+
+
+def _single(node: Node) -> bool:
+    """Whether it is one number that all ranks have."""
+    return node.layout == REPLICATE and node.numel == 1
+
+
+def _of_all(node: Node) -> bool:
+    """Whether it is a reduction over all elements of a slice, or the ranks' sum of such."""
+    if node.op == "all_reduce":
+        return _of_all(node.operands[0])
+    return node.op in LOCAL_REDUCTIONS and node.numel == 1 and node.operands[0].layout == SHARD
 
 
 def _of_a_rank(node: Node) -> bool:
@@ -604,8 +692,16 @@ class Overlap(Transformation):
             if node in inside:
                 if node.layout.row > 1 or node.op in REDUCTIONS:
                     self.refuse("it reduces rows of a rank's slice, and chunks have others", node)
+                if _of_all(node):
+                    self.refuse("it is over all rows, and chunks have some", node)
                 users = program.users[node]
                 leaves = node in program.outputs or not inside.issuperset(users)
+                if leaves and any(user.op == "send" for user in users):
+                    self.refuse(
+                        "a slice of all rows is sent, and chunks have others: leave FuseSend out, "
+                        "and the all_reduce has chunks",
+                        node,
+                    )
                 if leaves and node.layout.parted:
                     self.refuse("this slice is needed, and chunks have others: all_gather it", node)
             elif node.layout.parted and inside.intersection(program.users[node]):

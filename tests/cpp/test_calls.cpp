@@ -160,6 +160,8 @@ TEST(calls_of_programs_differ_in_each_fact) {
        [](ProgramCall& c) { c.runs = 1; },
        [](ProgramCall& c) { c.spacing = 1; },
        [](ProgramCall& c) { c.row = 2; },
+       [](ProgramCall& c) { c.sums = {{RedOp::kSum}}; },
+       [](ProgramCall& c) { c.sums = {{RedOp::kMax}}; },
        [](ProgramCall& c) { c.numbers = {2}; },
        [](ProgramCall& c) { c.seeds = {2}; },
        [](ProgramCall& c) { c.missing = &missing; }},

@@ -30,6 +30,8 @@ REST = [
     "test_nccl_patch.py",
     "test_simt_mutants.py",
     "test_fusion_coconet.py",  # a compiler's run for each case
+    "test_fusion_sums.py",
+    "test_fusion_lists.py",
     "test_fusion_alike.py",
     "test_fusion_ambient.py",
     "test_fusion_tune.py",

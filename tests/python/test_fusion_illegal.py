@@ -137,6 +137,7 @@ ROWS = "return w - all_reduce(g) @ k @ (1 + k).sum() "
 NORM = "r = all_reduce(g)\nq = 2 * r\nreturn q / q.norm()"
 TWO = "return all_reduce(g) + all_reduce(3 * g)"
 PRODUCT = "return all_reduce(g @ k)"
+SENDS = "return send(all_reduce(g @ k) + 1)"
 GATHER = "x = all_gather(reduce_scatter(g))\n"
 SENT = "return send(w + all_reduce(g)), send(reduce_scatter(g), tag=1), send(all_reduce(s), tag=2)"
 CROSS = "a = w + 1\nb = a * 2\nc = w + 3\nd = c * 4\nreturn b.sum() + d, d.sum() + b"
@@ -176,8 +177,14 @@ SCHEDULES: list[tuple[str, list[Transformation], Transformation, list[str]]] = [
     (STEP, [], FuseCollective("all_reduce"), ["`all_reduce =", "about reduce_scatter"]),
     (TWO, [Split()], FuseCollective(), ["`all_reduce_1_scattered", "several reduce_scatters"]),
     ("return all_reduce(g)", [Split()], FuseCollective(), ["nothing is computed"]),
-    (NORM, [Split(), Reorder()], FuseCollective(),
+    ("y = reduce_scatter(g)\nreturn y * y.sum(0)", [], FuseCollective(),
      ["several collectives", "FuseCompute", "_local ="]),
+    ("y = reduce_scatter(g)\nreturn y * (k * y.amax()).sum()", [], FuseCollective(),
+     ["a cycle", "`sum_1 ="]),
+    (SENDS, [FuseSend(), AsShard(), FuseCollective()], Overlap(chunks=2),
+     ["is sent", "FuseSend out", "`add ="]),
+    ("y = reduce_scatter(g @ k)\nreturn all_gather(y * y.norm())", [FuseCollective()],
+     Overlap(chunks=2), ["over all rows", "_local ="]),
     (GATHER + "y = reduce_scatter(g * 0 + g)\nz = x @ k\nreturn z", [], FuseCollective(),
      ["nothing is computed"]),
     ("y = reduce_scatter(g)\nz = all_gather(2 * y).amax(1, True)\nreturn y * z", [],

@@ -210,6 +210,9 @@ WorkPtr CudaRoute::fused_program_(ProgramArguments arguments, bool async_op) {
       arguments.layout.row == 1,
       "fused: fused_program: no kernel takes whole rows");
   TORCH_CHECK_VALUE(
+      std::get<0>(arguments.phases).empty(),
+      "fused: fused_program: no kernel has several phases");
+  TORCH_CHECK_VALUE(
       known ? arguments.kernel != nullptr
             : arguments.done.scalar_type() == at::kFloat &&
               arguments.done.device() == arguments.source.device(),

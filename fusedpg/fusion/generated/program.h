@@ -24,9 +24,12 @@ struct Args {
   const Output* outputs;
   const double* numbers;
   const uint64_t* seeds;
+  uint64_t phase;
+  double* sums;
+  const double* totals;
 };
 
-constexpr uint64_t kTile = 1024;
+constexpr uint64_t kTile = 1024; // kProgramBlock
 constexpr uint64_t kLine = 64;
 
 struct bfloat16 {
