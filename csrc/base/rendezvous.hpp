@@ -5,6 +5,7 @@
 #include <optional>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "base/deadline.hpp"
@@ -37,6 +38,10 @@ class Rendezvous {
   }
   virtual bool has(const std::string& key) = 0;
   virtual int64_t add(const std::string& key, int64_t amount) = 0;
+  // Where its server listens; an empty host where it has none.
+  virtual std::pair<std::string, uint16_t> address() const {
+    return {};
+  }
   // True if the store ends with this process.
   virtual bool is_here() const {
     return false;

@@ -81,10 +81,6 @@ compress::Selected& selected() {
   return found;
 }
 
-at::Tensor bytes(size_t count) {
-  return at::empty({static_cast<int64_t>(count)}, at::kByte);
-}
-
 void check_ranks(const char* op, const char* argument, size_t found, size_t n) {
   TORCH_CHECK_VALUE(
       n > 0 && found == n,

@@ -5,7 +5,6 @@
 #include "c10d/errors.hpp"
 #include "c10d/fresh_thread_state.hpp"
 #include "c10d/work_fused.hpp"
-#include "collectives/engine.hpp"
 
 namespace fusedpg {
 namespace {
@@ -26,22 +25,22 @@ uint64_t& shared_errors() {
 Group::Group(
     int rank,
     int size,
-    Settings settings,
+    const Settings& settings,
     std::chrono::milliseconds timeout,
     Dialect dialect)
-    : rank(rank),
-      size(size),
-      settings(std::move(settings)),
-      kernels(translate([&]() -> const kernels::Table& {
-        return select_kernels(this->settings);
-      })),
+    : GroupBase(
+          rank,
+          size,
+          settings,
+          translate([&]() -> const kernels::Table& {
+            return select_kernels(settings);
+          }),
+          one_line),
       dialect(dialect),
-      waits(size),
       timeout(bounded(timeout)),
       interrupter(std::make_shared<Interrupter>()),
       recorded(
-          translate([=] { return FlightRecorder::get().add_group(rank); })),
-      executor_(std::make_shared<Executor>()) {}
+          translate([=] { return FlightRecorder::get().add_group(rank); })) {}
 
 WorkPtr Group::enqueue(
     const CallInfo& call,

@@ -11,14 +11,11 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "base/fork.hpp"
-#include "base/options.hpp"
-#include "base/stats.hpp"
 #include "c10d/errors.hpp"
 #include "c10d/flight_recorder.hpp"
 #include "c10d/forwarding.hpp"
 #include "c10d/interruptible.hpp"
-#include "host/executor.hpp"
-#include "kernels/kernels.hpp"
+#include "collectives/engine.hpp"
 
 namespace fusedpg {
 
@@ -43,28 +40,19 @@ inline std::chrono::milliseconds bounded(std::chrono::milliseconds timeout) {
 // get those alike; an error that raises it by none is known here alone.
 uint64_t& shared_errors();
 
-// What the routes of one group have in common: who it is, the queue of its
-// operations, and what they count. Thread-safe.
-class Group {
+// What the routes of one group have in common. Thread-safe.
+class Group : public GroupBase {
  public:
   Group(
       int rank,
       int size,
-      Settings settings,
+      const Settings& settings,
       std::chrono::milliseconds timeout,
       Dialect dialect);
-  Group(const Group&) = delete;
 
-  const int rank;
-  const int size;
-  const Settings settings;
-  const kernels::Table& kernels;
   const Dialect dialect;
   c10::intrusive_ptr<c10d::Store> store; // of this group alone, once it has met
   std::shared_ptr<CommonClient> client; // of `store`, between hosts
-  Stats stats;
-  Waits waits;
-  std::string exit; // how the interpreter ended, if before the group was closed
   std::atomic<std::chrono::milliseconds> timeout;
   const std::shared_ptr<Interrupter> interrupter; // with every WorkFused
   const std::shared_ptr<RecordedGroup> recorded; // with the flight recorder
@@ -80,10 +68,6 @@ class Group {
       const Tensors& outputs,
       std::function<void(uint64_t)> operation,
       const TensorLists& lists = {});
-  Executor& executor() {
-    return *executor_;
-  }
-
   // --- works between startCoalescing and endCoalescing on this thread
   // ---------
   void start_coalescing();
@@ -127,7 +111,6 @@ class Group {
 
  private:
   const Origin origin_{};
-  const std::shared_ptr<Executor> executor_; // with every WorkFused
   std::atomic<bool> closed_{false};
 };
 

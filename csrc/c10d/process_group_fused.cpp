@@ -13,9 +13,9 @@
 #include "c10d/delegate.hpp"
 #include "c10d/errors.hpp"
 #include "c10d/gil.hpp"
-#include "c10d/routes/hosts.hpp"
-#include "c10d/routes/shm.hpp"
 #include "c10d/store_rendezvous.hpp"
+#include "collectives/hosts_engine.hpp"
+#include "collectives/shm_engine.hpp"
 
 namespace fusedpg {
 namespace {
@@ -62,7 +62,6 @@ ProcessGroupFused::ProcessGroupFused(
       known_(std::move(known)) {
   options_->timeout = bounded(options_->timeout);
   const Deadline deadline(options_->timeout);
-  ShmRoute* shm = nullptr;
   const auto meet = [&](bool again) {
     StoreRendezvous rendezvous(store_);
     Bootstrap bootstrap(rank, size, group_->settings);
@@ -80,16 +79,20 @@ ProcessGroupFused::ProcessGroupFused(
       std::iota(known_.ranks.begin(), known_.ranks.end(), 0);
     }
     local_ranks_ = bootstrap.host_ranks();
+    std::unique_ptr<Engine> engine;
     if (bootstrap.single_host()) {
-      auto route = c10::make_intrusive<ShmRoute>(*group_, bootstrap, deadline);
-      shm = route.get();
-      cpu_ = std::move(route);
+      engine = std::make_unique<ShmEngine>(*group_, bootstrap, deadline);
       own_store(store_);
     } else {
       group_->client = CommonClient::get(store_);
       own_store(group_->client->client);
-      cpu_ = c10::make_intrusive<HostsRoute>(*group_, bootstrap, deadline);
+      engine = std::make_unique<HostsEngine>(
+          *group_,
+          bootstrap,
+          std::make_shared<StoreRendezvous>(group_->store),
+          deadline);
     }
+    cpu_ = c10::make_intrusive<CpuRoute>(*group_, std::move(engine));
     known_.links = bootstrap.links();
     for (int p = 0; p < size && !again; ++p) {
       store_ends_with_peer_ = store_ends_with_peer_ ||
@@ -118,16 +121,12 @@ ProcessGroupFused::ProcessGroupFused(
         "cpu",
         c10::make_intrusive<c10d::PrefixStore>(
             "gloo-for-cuda",
-            shm != nullptr ? group_->store : own_client(group_->store)));
+            cpu_->spans_hosts() ? own_client(group_->store) : group_->store));
   }
   cuda_ = c10::make_intrusive<CudaRoute>(
       *group_,
-      /*spans_hosts=*/shm == nullptr,
-      [shm](const std::string& what) {
-        if (shm != nullptr) {
-          shm->check_peers(what);
-        }
-      },
+      cpu_->spans_hosts(),
+      [this](const std::string& what) { cpu_->check_peers(what); },
       [this](const auto& its_store) {
         return new_delegate(options_->cpu_as_cuda ? "cpu" : "cuda", its_store);
       },
@@ -202,16 +201,37 @@ c10::intrusive_ptr<c10d::Backend> ProcessGroupFused::new_delegate(
 WorkPtr ProcessGroupFused::forward(
     const at::Tensor* tensor,
     Operation operation) {
-  return ending_coalescing([&] {
-    c10d::Backend& there = target(tensor);
-    return telling(there, [&] { return operation(there); });
-  });
+  c10d::Backend& there = target(tensor);
+  return call(is_cpu(there), [&] { return operation(there); });
 }
 
 WorkPtr ProcessGroupFused::forward_message(
     const at::Tensor* tensor,
     Operation operation) {
-  return ending_coalescing([&] { return operation(target(tensor)); });
+  return call(false, [&] { return operation(target(tensor)); });
+}
+
+void ProcessGroupFused::call_failed(Interruptible& scope, bool peers_may_wait) {
+  try {
+    throw;
+  } catch (const std::exception& error) {
+    if (peers_may_wait) {
+      refuse(one_line(error));
+    }
+    // An operation that throws ends what this thread coalesces: nobody calls
+    // endCoalescing then (torch's context manager does not).
+    if (group_->is_coalescing()) {
+      cuda_->abandon_coalescing();
+      group_->end_coalescing();
+    }
+    scope.raise(); // what a signal handler has raised comes first
+    const auto* invalid = dynamic_cast<const c10::ValueError*>(&error);
+    if (invalid != nullptr && options_->serves_gloo()) {
+      // Gloo raises RuntimeError where we raise ValueError.
+      C10_THROW_ERROR(Error, invalid->what_without_backtrace());
+    }
+    throw;
+  }
 }
 
 void ProcessGroupFused::refuse(const std::string& reason) {
@@ -230,7 +250,7 @@ void ProcessGroupFused::refuse(const std::string& reason) {
 // --- collectives -------------------------------------------------------------
 
 WorkPtr ProcessGroupFused::barrier(const c10d::BarrierOptions& opts) {
-  return ending_coalescing([&] {
+  return call(false, [&] {
     return opts.device && opts.device->is_cuda() ? cuda_->barrier(opts)
                                                  : cpu_->barrier(opts);
   });
@@ -261,7 +281,7 @@ WorkPtr ProcessGroupFused::endCoalescing() {
       group_->is_coalescing(),
       "fused: endCoalescing without startCoalescing on this group and thread; "
       "an operation that raises between them ends what is coalesced");
-  return ending_coalescing([&] {
+  return call(false, [&] {
     group_->remember(cuda_->endCoalescing());
     return group_->end_coalescing();
   });
@@ -270,7 +290,7 @@ WorkPtr ProcessGroupFused::endCoalescing() {
 WorkPtr ProcessGroupFused::fused_step_(StepArguments arguments, bool async_op) {
   const bool some = !arguments.params.empty();
   Route& there = route(some ? arguments.params[0].device() : at::kCPU);
-  const auto step = [&] {
+  return call(is_cpu(there), [&] {
     check_arguments(arguments, rank_, size_);
     for (const at::Tensor& p : arguments.params) {
       if (!p.is_inference()) {
@@ -279,8 +299,7 @@ WorkPtr ProcessGroupFused::fused_step_(StepArguments arguments, bool async_op) {
       }
     }
     return there.fused_step_(std::move(arguments), async_op);
-  };
-  return ending_coalescing([&] { return telling(there, step); });
+  });
 }
 
 WorkPtr ProcessGroupFused::reduce_shards_(
@@ -288,26 +307,23 @@ WorkPtr ProcessGroupFused::reduce_shards_(
     bool async_op) {
   const bool some = !arguments.grads.empty();
   Route& there = route(some ? arguments.grads[0].device() : at::kCPU);
-  const auto reduce = [&] {
+  return call(is_cpu(there), [&] {
     check_arguments(arguments);
     return there.reduce_shards_(std::move(arguments), async_op);
-  };
-  return ending_coalescing([&] { return telling(there, reduce); });
+  });
 }
 
 WorkPtr ProcessGroupFused::fused_program_(
     ProgramArguments arguments,
     bool async_op) {
-  return ending_coalescing([&] {
+  Route& there = route(arguments.source.device());
+  return call(is_cpu(there), [&] {
     for (const at::Tensor& t : arguments.outputs) {
       if (!t.is_inference()) {
         t.unsafeGetTensorImpl()->bump_version();
       }
     }
-    Route& there = route(arguments.source.device());
-    return telling(there, [&] {
-      return there.fused_program_(std::move(arguments), async_op);
-    });
+    return there.fused_program_(std::move(arguments), async_op);
   });
 }
 
@@ -315,11 +331,9 @@ WorkPtr ProcessGroupFused::sparse_all_reduce(
     const at::Tensor& tensor,
     const SkipArguments& arguments,
     bool async_op) {
-  return ending_coalescing([&] {
-    Route& there = route(tensor.device());
-    return telling(there, [&] {
-      return there.sparse_all_reduce(tensor, arguments, async_op);
-    });
+  Route& there = route(tensor.device());
+  return call(is_cpu(there), [&] {
+    return there.sparse_all_reduce(tensor, arguments, async_op);
   });
 }
 

@@ -190,48 +190,29 @@ class ProcessGroupFused : public Forwarding<c10d::Backend> {
   c10::intrusive_ptr<c10d::Backend> new_delegate(
       const char* device,
       const c10::intrusive_ptr<c10d::Store>& store) const;
-  // What is found wrong before the operation has its place in the group's order
-  // is known to this rank alone, and its peers may wait in that operation.
-  template <typename Operation>
-  WorkPtr telling(const c10d::Backend& there, const Operation& operation) {
+  // Runs a method of c10d on this thread. Waits within it run signal handlers.
+  // `is_collective`: what is found wrong before the operation has its place in the
+  // group's order is known to this rank alone, and its peers may wait in it.
+  template <typename Method>
+  WorkPtr call(bool is_collective, const Method& method) {
     const uint64_t before = shared_errors();
+    Interruptible scope(group_->interrupter.get());
+    bool unknown = is_collective;
     try {
-      return operation();
-    } catch (const std::exception& error) {
-      if (&there == cpu_.get() && shared_errors() == before) {
-        refuse(one_line(error));
-      }
-      throw;
+      WorkPtr work = method();
+      unknown = false;
+      scope.raise();
+      return work;
+    } catch (...) {
+      call_failed(scope, unknown && shared_errors() == before);
     }
+  }
+  // Throws what a caller gets in place of the exception that is being handled.
+  [[noreturn]] void call_failed(Interruptible& scope, bool peers_may_wait);
+  bool is_cpu(const c10d::Backend& there) const {
+    return &there == cpu_.get();
   }
   bool has_another_store() const;
-  // Gloo raises RuntimeError where we raise ValueError.
-  template <typename Operation>
-  WorkPtr in_gloos_types(const Operation& operation) {
-    try {
-      return operation();
-    } catch (const c10::ValueError& error) {
-      C10_THROW_ERROR(Error, error.what_without_backtrace());
-    }
-  }
-  // An operation that throws ends what this thread coalesces: nobody calls
-  // endCoalescing then (torch's context manager does not).
-  template <typename Operation>
-  WorkPtr ending_coalescing(const Operation& operation) {
-    try {
-      return interruptible(group_->interrupter.get(), [&] {
-        return options_->serves_gloo() ? in_gloos_types(operation)
-                                       : operation();
-      });
-    } catch (...) {
-      if (group_->is_coalescing()) {
-        cuda_->abandon_coalescing();
-        group_->end_coalescing();
-      }
-      throw;
-    }
-  }
-
   // The first two members of ProcessGroupGloo are a shared_ptr and its options:
   // see layout_is_gloos().
   const c10::intrusive_ptr<c10d::Store> store_;

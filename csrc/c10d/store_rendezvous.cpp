@@ -73,6 +73,13 @@ bool store_is_here(const StorePtr& store) {
       std::string::npos;
 }
 
+std::pair<std::string, uint16_t> store_address(const StorePtr& store) {
+  const StorePtr root = root_of(store);
+  const auto* tcp = dynamic_cast<const c10d::TCPStore*>(root.get());
+  return tcp == nullptr ? std::pair<std::string, uint16_t>()
+                        : std::pair(tcp->getHost(), tcp->getPort());
+}
+
 void await_store_end(const StorePtr& store, std::chrono::milliseconds most) {
   const StorePtr root = root_of(store);
   // This reference, the innermost prefix's, and a common client's.

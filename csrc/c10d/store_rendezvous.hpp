@@ -1,10 +1,9 @@
 #pragma once
 
-#include <functional>
-#include <future>
 #include <memory>
+#include <string>
 #include <thread>
-#include <type_traits>
+#include <utility>
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
@@ -37,6 +36,10 @@ bool same_store(
 
 // Whether the server of a TCPStore runs in this process.
 bool store_is_here(const c10::intrusive_ptr<c10d::Store>& store);
+
+// The host and port of a TCPStore's server, as its clients name it.
+std::pair<std::string, uint16_t> store_address(
+    const c10::intrusive_ptr<c10d::Store>& store);
 
 // Waits, at most so long, until the server of a TCPStore has ended the connection
 // of this store's client. Returns at once where that is another store's, or where
@@ -99,80 +102,15 @@ class StoreRendezvous : public Rendezvous {
   int64_t add(const std::string& key, int64_t amount) override {
     return store_->add(key, amount);
   }
+  std::pair<std::string, uint16_t> address() const override {
+    return store_address(store_);
+  }
   bool is_here() const override {
     return store_is_here(store_);
   }
 
  private:
   c10::intrusive_ptr<c10d::Store> store_;
-};
-
-// The same where waits must end: a store that is out of reach or stopped answers
-// nothing, and its client then waits without a limit. So each request has a thread
-// of its own, which stays behind if need be.
-class BoundedRendezvous : public Rendezvous {
- public:
-  // `check` throws when waiting is in vain.
-  BoundedRendezvous(
-      c10::intrusive_ptr<c10d::Store> store,
-      const Deadline& deadline,
-      std::function<void()> check)
-      : store_(std::move(store)),
-        deadline_(deadline),
-        check_(std::move(check)) {}
-  void set(const std::string& key, const std::string& value) override {
-    ask([=](StoreRendezvous& store) { store.set(key, value); }, deadline_);
-  }
-  std::string get(const std::string& key, const Deadline& deadline) override {
-    return ask(
-        [=](StoreRendezvous& store) { return store.get(key, deadline); },
-        deadline);
-  }
-  std::optional<std::vector<std::string>> get_all(
-      const std::vector<std::string>& keys,
-      std::chrono::milliseconds most) override {
-    return ask(
-        [=](StoreRendezvous& store) { return store.get_all(keys, most); },
-        deadline_);
-  }
-  bool has(const std::string& key) override {
-    return ask(
-        [=](StoreRendezvous& store) { return store.has(key); }, deadline_);
-  }
-  int64_t add(const std::string& key, int64_t amount) override {
-    return ask(
-        [=](StoreRendezvous& store) { return store.add(key, amount); },
-        deadline_);
-  }
-
- private:
-  template <typename Call>
-  std::invoke_result_t<Call, StoreRendezvous&> ask(
-      const Call& call,
-      const Deadline& deadline) {
-    constexpr std::chrono::milliseconds kLook{20};
-    constexpr std::chrono::milliseconds kLast{100}; // for an answer under way
-    using Answer = std::invoke_result_t<Call, StoreRendezvous&>;
-    std::packaged_task<Answer()> task(
-        [call, store = store_]() mutable { return call(store); });
-    std::future<Answer> answer = task.get_future();
-    std::thread(std::move(task)).detach();
-    while (answer.wait_for(kLook) != std::future_status::ready) {
-      check_();
-      if (deadline.expired() &&
-          answer.wait_for(kLast) != std::future_status::ready) {
-        fail(
-            ErrorKind::kTimeout,
-            "fused: timeout after {} ms: the store does not answer",
-            deadline.timeout().count());
-      }
-    }
-    return answer.get();
-  }
-
-  StoreRendezvous store_;
-  const Deadline deadline_;
-  const std::function<void()> check_;
 };
 
 } // namespace fusedpg

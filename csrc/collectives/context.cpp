@@ -42,13 +42,6 @@ void enter(
       [&](int p) { return std::string(domain.control(p).reason); });
 }
 
-void refuse(Context& ctx, const std::string& reason) {
-  OpDescriptor d;
-  d.flags = kRefused;
-  ctx.domain.set_reason(reason);
-  enter(ctx, d);
-}
-
 void check_nan(
     const OpContext& ctx,
     OpDescriptor& mine,

@@ -42,18 +42,18 @@ struct OpContext {
   // Position in, and length of, a list of operations that one call runs.
   uint64_t list_index = 0;
   uint64_t list_length = 1;
-};
-
-// In shared memory.
-struct Context : OpContext {
-  Domain& domain;
-  bool entered = false; // enter() has been called for it
+  bool entered = false; // peers know of it, or are about to
 
   void begin_item(uint64_t index, uint64_t length) {
     list_index = index;
     list_length = length;
     entered = false;
   }
+};
+
+// In shared memory.
+struct Context : OpContext {
+  Domain& domain;
 
   int rank() const {
     return domain.rank();
@@ -89,10 +89,6 @@ void enter(
     OpDescriptor& mine,
     const uint64_t* table = nullptr,
     size_t table_entries = 0);
-
-// Enters in place of an operation that this rank cannot execute, so that its
-// peers, which wait for it, raise too and stay in step.
-void refuse(Context& ctx, const std::string& reason);
 
 // Sets the descriptor's NaN flag if the option asks for the check; enter()
 // then throws on every rank.

@@ -1,20 +1,9 @@
 #include "collectives/engine.hpp"
 
-#include <algorithm>
-
-#include "base/topology.hpp"
+#include "collectives/way.hpp"
+#include "messages/messages.hpp"
 
 namespace fusedpg {
-namespace {
-
-// A share of the cores this process may use: the launcher knows how many ranks
-// there are on this host, of which the group may hold only some.
-int default_threads(int ranks, const Settings& settings) {
-  return std::max(
-      1, available_cpus() / std::max(ranks, settings.local_world_size));
-}
-
-} // namespace
 
 const kernels::Table& select_kernels(const Settings& settings) {
   const std::string& isa = settings.isa;
@@ -29,78 +18,75 @@ const kernels::Table& select_kernels(const Settings& settings) {
   return *table;
 }
 
-Engine::Engine(
-    int rank,
-    Bootstrap& bootstrap,
-    const Settings& settings,
-    Stats& stats,
-    const Deadline& deadline)
-    : kernels_(select_kernels(settings)),
-      domain_(rank, bootstrap, settings, deadline),
-      pool_(
-          settings.threads > 0 ? settings.threads
-                               : default_threads(domain_.size(), settings)),
-      nan_check_(settings.nan_check),
-      skip_{settings.block_skip, settings.block_size, {}},
-      stats_(stats) {}
-
-void Engine::check_failed() {
-  if (domain_.failed()) {
-    domain_.detach(); // another thread may still be at it; see mark_failed()
-    fail(
-        domain_.failure_kind(),
-        "fused: this group has failed and must be destroyed; the failure was: "
-        "{}",
-        domain_.failure_reason());
+bool Engine::stays_in_step(Way& way, const std::exception& thrown) {
+  const auto* error = dynamic_cast<const Error*>(&thrown);
+  if (error != nullptr && error->kind() == ErrorKind::kAborted) {
+    return false;
   }
+  if (!way.op().entered) {
+    way.refuse(group_.describe(thrown));
+    return true;
+  }
+  return error != nullptr &&
+      (error->kind() == ErrorKind::kInvalid ||
+       error->kind() == ErrorKind::kMismatch);
 }
 
-void Engine::execute(
-    const Operation& op,
-    uint64_t sequence,
-    std::chrono::milliseconds timeout) {
-  check_failed();
-  Context ctx{
-      {kernels_, pool_, Deadline(timeout), sequence, nan_check_, skip_, stats_},
-      domain_};
-  bool refused = false;
+void Engine::run(Way& way, const Operation& op, const char* title) {
+  std::exception_ptr alike;
   try {
     try {
-      domain_.prepare();
-      op(ctx);
-    } catch (const std::exception& error) {
-      if (!ctx.entered) {
-        refuse(ctx, describe_(error)); // throws on the peers only
-        refused = true;
+      begin(way);
+      op(way);
+    } catch (const std::exception& thrown) {
+      if (!stays_in_step(way, thrown)) {
+        throw;
       }
-      throw;
+      alike = std::current_exception();
     }
-    // Point to point may have failed meanwhile and given back the peers'
-    // memory, which was being read or written.
-    check_failed();
+    end(way);
   } catch (const Error& error) {
-    if (!refused && error.kind() != ErrorKind::kInvalid &&
-        error.kind() != ErrorKind::kMismatch) {
-      domain_.mark_failed(error);
-    }
+    fail_group(error, title, way.op().sequence);
     throw;
-  } catch (const std::exception& error) {
-    if (!refused) {
-      // Not foreseen (no memory, no thread): the peers are somewhere inside the
-      // operation that this rank has left.
-      domain_.mark_failed(Error(ErrorKind::kSystem, describe_(error)));
-    }
+  } catch (const std::exception& thrown) {
+    // Not foreseen (no memory, no thread): the peers are somewhere inside the
+    // operation that this rank has left.
+    const Error error(ErrorKind::kSystem, group_.describe(thrown));
+    fail_group(error, title, way.op().sequence);
     throw;
+  }
+  if (alike) {
+    std::rethrow_exception(alike);
   }
 }
 
-void Engine::abort(Executor& executor) {
-  domain_.request_abort();
-  executor.run_unnumbered([this] {
-    domain_.mark_failed(Error(
-        ErrorKind::kAborted,
-        formatted("fused: the group was aborted on rank {}", domain_.rank())));
-  });
+std::shared_ptr<Messages> Engine::messages(
+    const std::function<void()>& check_open) {
+  check_failed();
+  std::lock_guard<std::mutex> lock(mailbox_mutex_);
+  check_open(); // not after shutdown() has stopped it
+  if (!mailbox_) {
+    mailbox_ = open_messages();
+  }
+  return mailbox_;
+}
+
+void Engine::stop_messages() {
+  std::lock_guard<std::mutex> lock(mailbox_mutex_);
+  if (mailbox_) {
+    mailbox_->stop();
+  }
+}
+
+std::shared_ptr<Arena> Engine::arena() {
+  return host() != nullptr ? host()->arena() : nullptr;
+}
+
+void Engine::describe(GroupInfo& info) {
+  if (arena() != nullptr) {
+    info.arena_reserved = arena()->heap_bytes();
+    info.arena_used = arena()->used_bytes();
+  }
 }
 
 } // namespace fusedpg

@@ -1,72 +1,171 @@
 #pragma once
 
+#include <chrono>
+#include <exception>
 #include <functional>
 #include <memory>
+#include <mutex>
+#include <optional>
 #include <string>
+#include <vector>
 
+#include "base/error.hpp"
 #include "base/options.hpp"
-#include "collectives/context.hpp"
+#include "base/stats.hpp"
 #include "host/executor.hpp"
+#include "kernels/kernels.hpp"
 
 namespace fusedpg {
+
+class Arena;
+class Domain;
+class Messages;
+class Way;
 
 // The kernel table that the settings name, or the best. Throws Error(kInvalid).
 const kernels::Table& select_kernels(const Settings& settings);
 
-// The native engine of one group whose ranks share a machine: a domain, the
-// threads that work in it, and the rule for what happens when an operation
-// fails. Thread-safe.
+// What a group's engine knows of the group, which lives longer: who it is, the
+// queue of its operations, and what they count.
+struct GroupBase {
+  // An exception in one line, for other ranks.
+  using Describe = std::string (*)(const std::exception&);
+
+  GroupBase(
+      int rank,
+      int size,
+      Settings settings,
+      const kernels::Table& table,
+      Describe describe)
+      : rank(rank),
+        size(size),
+        settings(std::move(settings)),
+        kernels(table),
+        describe(describe),
+        waits(size),
+        executor_(std::make_shared<Executor>()) {}
+  GroupBase(const GroupBase&) = delete;
+
+  Executor& executor() {
+    return *executor_;
+  }
+
+  const int rank;
+  const int size;
+  const Settings settings;
+  const kernels::Table& kernels;
+  const Describe describe;
+  Stats stats;
+  Waits waits;
+  std::string exit; // how the interpreter ended, if before the group was closed
+
+ protected:
+  const std::shared_ptr<Executor> executor_; // with every WorkFused
+};
+
+// How a group stands; fusedpg.group_info() explains the fields.
+struct GroupInfo {
+  std::string engine;
+  std::vector<int> local_ranks; // that share this host
+  int threads = 1;
+  std::string isa;
+  size_t arena_reserved = 0;
+  size_t arena_used = 0;
+  uint64_t sequence_number = 0;
+  bool failed = false;
+  size_t cuda_arena = 0; // bytes that were asked for
+  int nccl_version = 0; // of the CUDA engine; 0: none
+  std::string transport; // between hosts, once it is connected
+  std::vector<std::string> aggregators; // that add up, once connected
+  std::string aggregate; // the latest choice of them, or not
+  std::string address; // that other hosts reach this rank by, where it is ours
+  std::string cuda_path; // of its last step; see path_of_last_step()
+};
+
+// Carries out the operations of a group on CPU tensors, and says what becomes of
+// the group when one fails. ShmEngine does that where all ranks share a machine,
+// HostsEngine where they do not. Thread-safe.
 class Engine {
  public:
-  // Collective over the ranks that `bootstrap` met.
-  Engine(
-      int rank,
-      Bootstrap& bootstrap,
-      const Settings& settings,
-      Stats& stats, // lives as long
-      const Deadline& deadline);
+  explicit Engine(GroupBase& group) : group_(group) {}
+  Engine(const Engine&) = delete;
+  virtual ~Engine() = default;
 
-  using Operation = std::function<void(Context&)>;
+  // What is done in one turn of the group's queue, by perform().
+  using Operation = std::function<void(Way&)>;
 
-  // How peers are told of an exception that is not this engine's. Before the
-  // first operation.
-  using Describe = std::function<std::string(const std::exception&)>;
-  void set_describe(Describe describe) {
-    describe_ = std::move(describe);
-  }
-
-  // Runs `op` on this thread. Called from inside the executor, which gives the
-  // sequence number. Throws what it throws; the group has then failed unless it
-  // is an Error of kind kInvalid or kMismatch, or came before `op` entered:
-  // then peers have raised, too, and all ranks are in step.
-  void execute(
+  // Runs `op` on this thread, which is the executor's at the moment; `title` and
+  // `ticket` name it in errors. Where it throws,
+  //
+  // - this rank refuses if it has told its peers nothing of the operation yet:
+  //   they raise, too, and all ranks are in step;
+  // - an Error of kind kInvalid or kMismatch is the same on all ranks, which are
+  //   in step as well;
+  // - after anything else the group has failed: so has it when an abort was the
+  //   reason, and when peers cannot be told of a refusal.
+  virtual void execute(
       const Operation& op,
-      uint64_t sequence,
-      std::chrono::milliseconds timeout);
-
-  // Stops whatever runs and makes every later operation throw.
-  void abort(Executor& executor);
+      const char* title,
+      uint64_t ticket,
+      std::chrono::milliseconds timeout) = 0;
 
   // Throws the failure of the group, if it has failed.
-  void check_failed();
+  virtual void check_failed() = 0;
+  // Its kind.
+  virtual std::optional<ErrorKind> failure() = 0;
 
-  Domain& domain() {
-    return domain_;
-  }
-  int threads() const {
-    return pool_.threads();
-  }
+  // For sends and receives. Throws where the group has failed, and what
+  // `check_open` throws, which looks whether it has been shut down.
+  std::shared_ptr<Messages> messages(const std::function<void()>& check_open);
+  // Throws what messages() throws, too.
+  virtual void monitored_barrier(
+      std::chrono::milliseconds timeout,
+      bool wait_all_ranks,
+      const std::function<void()>& check_open) = 0;
+
+  // The ranks on this host; null if this is the only one.
+  virtual Domain* host() = 0;
+  std::shared_ptr<Arena> arena();
+  virtual bool spans_hosts() const = 0;
+  // Throws when a rank of the group has failed or died, as far as shared memory
+  // tells. `what` waits for it.
+  virtual void check_peers(const std::string& /* what */) {}
+  virtual void describe(GroupInfo& info);
+
+  // Stops whatever runs and makes every later operation throw. Not from below an
+  // operation, for which it waits.
+  virtual void abort() = 0;
+  // Makes what runs or waits end, and waits for nothing. `how`: "aborted", or
+  // "interrupted by KeyboardInterrupt".
+  virtual void interrupt(const std::string& how) = 0;
+  virtual void shutdown() = 0;
+
+ protected:
+  // The rule of execute().
+  void run(Way& way, const Operation& op, const char* title);
+  // Before an operation and after it, within the rule.
+  virtual void begin(Way& way) = 0;
+  virtual void end(Way& way) = 0;
+  // Ends the group. May throw something that says more.
+  virtual void fail_group(
+      const Error& error,
+      const char* title,
+      uint64_t ticket) = 0;
+
+  // Called once, under mailbox_mutex_.
+  virtual std::shared_ptr<Messages> open_messages() = 0;
+  // Ends the messages, for good. A thread that waits for one may hold the mailbox
+  // for longer than the engine lives.
+  void stop_messages();
+
+  GroupBase& group_;
+  std::mutex mailbox_mutex_;
+  std::shared_ptr<Messages> mailbox_; // made by the first message
 
  private:
-  const kernels::Table& kernels_;
-  Domain domain_;
-  Pool pool_;
-  const bool nan_check_;
-  SkipState skip_;
-  Stats& stats_;
-  Describe describe_ = [](const std::exception& error) {
-    return std::string(error.what());
-  };
+  // Whether all ranks are, after what this one has thrown. Tells the peers of it
+  // where they don't know.
+  bool stays_in_step(Way& way, const std::exception& thrown);
 };
 
 } // namespace fusedpg

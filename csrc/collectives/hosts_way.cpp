@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "base/ownership.hpp"
 #include "collectives/host_fold.hpp"
@@ -49,21 +50,21 @@ HostsWay::HostsWay(NetContext& ctx, const HostMap* flat)
 }
 
 void HostsWay::begin_item(uint64_t index, uint64_t length) {
-  ctx_.list_index = index;
-  ctx_.list_length = length;
+  ctx_.begin_item(index, length);
   ctx_.moved = {};
   ctx_.aggregated = false;
-  if (ctx_.entered != nullptr) {
-    *ctx_.entered = false;
-  }
+}
+
+void HostsWay::refuse(const std::string& reason) {
+  net_refuse(ctx_, reason);
 }
 
 void HostsWay::move(const Move& move, OpDescriptor& d) {
-  NetContext ctx = ctx_;
-  ctx.hosts = hosts_;
-  ctx.domain = domain_;
-  net_move(ctx, move, d);
-  ctx_.moved = ctx.moved;
+  const HostMap* const hosts_of_sums = std::exchange(ctx_.hosts, hosts_);
+  Domain* const domain_of_sums = std::exchange(ctx_.domain, domain_);
+  net_move(ctx_, move, d);
+  ctx_.hosts = hosts_of_sums;
+  ctx_.domain = domain_of_sums;
 }
 
 void HostsWay::complete(OpDescriptor& mine, size_t table_entries) const {

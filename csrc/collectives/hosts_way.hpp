@@ -33,6 +33,7 @@ class HostsWay : public Way {
     return &ctx_;
   }
   void begin_item(uint64_t index, uint64_t length) override;
+  void refuse(const std::string& reason) override;
   bool joins_tensors() const override {
     return false;
   }

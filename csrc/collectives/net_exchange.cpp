@@ -21,9 +21,7 @@ NetPending net_send(
     const NetBuffer& message) {
   ctx.moved.bytes_sent += message.bytes();
   ++ctx.moved.messages_sent;
-  if (ctx.entered != nullptr) {
-    *ctx.entered = true;
-  }
+  ctx.entered = true;
   return {ctx.transport.send(to, tag_of(ctx, kind), message), message};
 }
 

@@ -24,7 +24,6 @@ struct NetContext : OpContext {
   aggregate::Client* aggregators = nullptr; // if the group has some
   bool aggregated = false; // this operation
   AggregateState* aggregate = nullptr; // null: aggregators are always used
-  bool* entered = nullptr; // set with the first message, by which peers know
 };
 
 // Kinds of messages; each is a stream of its own between two ranks.

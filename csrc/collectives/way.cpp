@@ -58,6 +58,13 @@ void ShmWay::begin_item(uint64_t index, uint64_t length) {
   moved_ = {};
 }
 
+void ShmWay::refuse(const std::string& reason) {
+  OpDescriptor d;
+  d.flags = kRefused;
+  ctx_.domain.set_reason(reason);
+  fusedpg::enter(ctx_, d);
+}
+
 void ShmWay::find_blocks(const Plan& plan) {
   // Bits of all tensors must fit a staging buffer.
   const std::vector<size_t> counts = plan.counts();

@@ -29,6 +29,9 @@ class Way {
   // Before each of several operations of one turn, and before what this rank does
   // for it alone: until it has entered, it can refuse, and stays in step.
   virtual void begin_item(uint64_t index, uint64_t length) = 0;
+  // Enters in place of an operation that this rank cannot execute, so that its
+  // peers, which wait for it, raise with this reason and stay in step.
+  virtual void refuse(const std::string& reason) = 0;
   // True if one operation can reduce several tensors.
   virtual bool joins_tensors() const = 0;
   // The context that sends messages; nullptr in shared memory.
@@ -120,6 +123,7 @@ class ShmWay : public Way {
     return ctx_;
   }
   void begin_item(uint64_t index, uint64_t length) override;
+  void refuse(const std::string& reason) override;
   bool joins_tensors() const override {
     return true;
   }
@@ -143,6 +147,9 @@ class ShmWay : public Way {
     return select_one_shot(bytes, false);
   }
   uint64_t shared_place(const void* data, size_t bytes) override;
+  Context& context() {
+    return ctx_;
+  }
 
  private:
   // Before and after all ranks have come.

@@ -614,6 +614,13 @@ std::string Domain::failure_reason() const {
   return failure_reason_;
 }
 
+void Domain::fail_as_before() const {
+  fail(
+      failure_kind(),
+      "fused: this group has failed and must be destroyed; the failure was: {}",
+      failure_reason());
+}
+
 void Domain::ring_all() {
   std::atomic_thread_fence(std::memory_order_seq_cst);
   for (int p = 0; p < size_; ++p) {

@@ -258,6 +258,8 @@ class Domain {
   }
   ErrorKind failure_kind() const;
   std::string failure_reason() const;
+  // Throws that failure, for an operation that comes after it.
+  [[noreturn]] void fail_as_before() const;
   // Makes waits on this rank throw Error(kAborted), now and later. `how` is for
   // the text: "interrupted by KeyboardInterrupt". The first one counts.
   void request_abort(const std::string& how = "aborted");

@@ -20,7 +20,8 @@
 #include "base/error.hpp"
 #include "base/options.hpp"
 #include "check.hpp"
-#include "collectives/engine.hpp"
+#include "collectives/shm_engine.hpp"
+#include "collectives/way.hpp"
 #include "host/bootstrap.hpp"
 #include "host/domain.hpp"
 
@@ -271,23 +272,32 @@ struct Member {
   Domain domain;
 };
 
-// One rank of an engine.
-struct Group {
-  Group(int rank, int size, Store& store, Settings s = test_settings())
-      : rank(rank),
-        size(size),
-        bootstrap(met(rank, size, store, s)),
-        engine(rank, bootstrap, s, stats, Deadline(kLong)) {}
+inline std::string text_of(const std::exception& error) {
+  return error.what();
+}
 
-  void run(const Engine::Operation& op, milliseconds timeout = kLong) {
-    engine.execute(op, ++sequence, timeout);
+// One rank of a group whose ranks share this machine.
+struct Group : GroupBase {
+  using Operation = std::function<void(Context&)>;
+
+  Group(int rank, int size, Store& store, const Settings& s = test_settings())
+      : GroupBase(rank, size, s, select_kernels(s), text_of),
+        bootstrap(met(rank, size, store, s)),
+        engine(*this, bootstrap, Deadline(kLong)) {}
+
+  void run(const Operation& op, milliseconds timeout = kLong) {
+    execute(op, ++sequence, timeout);
+  }
+  void execute(const Operation& op, uint64_t ticket, milliseconds timeout) {
+    engine.execute(
+        [&](Way& way) { op(static_cast<ShmWay&>(way).context()); },
+        "fused:test",
+        ticket,
+        timeout);
   }
 
-  const int rank;
-  const int size;
   Bootstrap bootstrap;
-  Stats stats;
-  Engine engine;
+  ShmEngine engine;
   uint64_t sequence = 0;
 };
 

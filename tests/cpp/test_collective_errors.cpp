@@ -309,11 +309,10 @@ TEST(engine_abort_stops_an_operation) {
   on_threads(2, [](int rank, Store& store) {
     Group g(rank, 2, store);
     if (rank == 0) {
-      Executor executor;
       std::atomic<bool> threw{false};
-      executor.submit([&](uint64_t sequence) {
+      g.executor().submit([&](uint64_t sequence) {
         expect_error(ErrorKind::kAborted, {"all_reduce(", "aborted"}, [&] {
-          g.engine.execute(
+          g.execute(
               [&](Context& ctx) { call_all_reduce(300000, sum_of())(g, ctx); },
               sequence,
               kLong);
@@ -321,7 +320,7 @@ TEST(engine_abort_stops_an_operation) {
         threw = true;
       });
       std::this_thread::sleep_for(milliseconds(30));
-      g.engine.abort(executor);
+      g.engine.abort();
       CHECK(threw);
       store.set("aborted", "");
       CHECK(g.engine.domain().failed());

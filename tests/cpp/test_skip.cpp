@@ -452,7 +452,7 @@ TEST(sparse_and_all_reduce_do_not_mix) {
 TEST(sparse_disagreements) {
   with_group(2, 1, [](Group& g) {
     PlacedMemory b(g.engine.domain(), 400000, true);
-    const auto raises = [&](const Engine::Operation& op, const char* what) {
+    const auto raises = [&](const Group::Operation& op, const char* what) {
       CHECK_THROWS(g.run(op), Error, what);
       check_usable(g);
     };

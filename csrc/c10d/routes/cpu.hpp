@@ -7,18 +7,17 @@
 
 #include "c10d/routes/route.hpp"
 #include "c10d/tensors.hpp"
+#include "collectives/engine.hpp"
 
 namespace fusedpg {
-
-class Arena;
-class Messages;
-class Way;
 
 // CPU tensors: checks the arguments in the caller, makes tensors contiguous and
 // keeps those apart that share memory, and has the collective done in its turn.
 class CpuRoute : public Route {
  public:
-  using Route::Route;
+  CpuRoute(Group& group, std::unique_ptr<Engine> engine)
+      : Route(group),
+        engine_(std::move(engine)) {}
 
   // --- cpu_reductions.cpp ----------------------------------------------------
   // Takes the place of an operation that this rank cannot begin, and tells its
@@ -45,6 +44,8 @@ class CpuRoute : public Route {
       Tensors& inputs,
       const c10d::ReduceScatterOptions& opts) override;
   WorkPtr barrier(const c10d::BarrierOptions& opts) override;
+  void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks)
+      override;
 
   // --- cpu_moves.cpp ---------------------------------------------------------
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts)
@@ -97,6 +98,9 @@ class CpuRoute : public Route {
       at::IntArrayRef sizes,
       const at::TensorOptions& options,
       bool lives_long) override;
+  at::Tensor empty_shared(
+      at::IntArrayRef sizes,
+      const at::TensorOptions& options) override;
   bool in_arena(const at::Tensor& t) override;
 
   // --- cpu_fused.cpp ---------------------------------------------------------
@@ -108,21 +112,33 @@ class CpuRoute : public Route {
       const SkipArguments& arguments,
       bool async_op) override;
 
- protected:
-  // Which the group's ranks on this host map; none where this is the only one.
-  virtual std::shared_ptr<Arena> arena() = 0;
-  void describe_arena(GroupInfo& info);
+  // --- how the group stands, and its end: the engine's -----------------------
+  void describe(GroupInfo& info) override {
+    engine_->describe(info);
+  }
+  std::optional<ErrorKind> failure() override {
+    return engine_->failure();
+  }
+  bool spans_hosts() const {
+    return engine_->spans_hosts();
+  }
+  void check_peers(const std::string& what) {
+    engine_->check_peers(what);
+  }
+  void abort() override {
+    engine_->abort();
+  }
+  void interrupt(const std::string& how) override {
+    engine_->interrupt(how);
+  }
+  void shutdown() override {
+    engine_->shutdown();
+  }
 
-  // What is done in one turn of the group's queue, by perform(). Throws Error, or
-  // what torch throws.
-  using Operation = std::function<void(Way&)>;
-  // Runs the operation on this thread, which is the group's executing one.
-  virtual void execute(
-      const Operation& operation,
-      uint64_t ticket,
-      std::chrono::milliseconds timeout) = 0;
-  // Where execute() has thrown: may throw something that says more.
-  virtual void failed(const char* /* title */, uint64_t /* ticket */) {}
+ private:
+  std::shared_ptr<Arena> arena() {
+    return engine_->arena();
+  }
   // Queues a function of a Way, an Operation, as the group's next call.
   template <typename Function>
   WorkPtr run(
@@ -139,13 +155,8 @@ class CpuRoute : public Route {
          title = call.title,
          timeout = call.timeout,
          operation = std::move(operation)](uint64_t ticket) {
-          try {
-            // By reference: a copy would take memory.
-            execute(std::cref(operation), ticket, timeout);
-          } catch (...) {
-            failed(title, ticket);
-            throw;
-          }
+          // By reference: a copy would take memory.
+          engine_->execute(std::cref(operation), title, ticket, timeout);
         },
         lists);
   }
@@ -157,9 +168,10 @@ class CpuRoute : public Route {
       at::ScalarType type) const;
 
   // Throws where the group has failed or ended.
-  virtual std::shared_ptr<Messages> messages() = 0;
-
- private:
+  std::shared_ptr<Messages> messages();
+  void check_messages_open() const {
+    group_.check_open("fused:send/recv");
+  }
   WorkPtr post(
       c10d::OpType type,
       const char* title,
@@ -185,6 +197,8 @@ class CpuRoute : public Route {
       const Tensors& tensors,
       const TensorLists& lists,
       int64_t root);
+
+  const std::unique_ptr<Engine> engine_;
 };
 
 } // namespace fusedpg

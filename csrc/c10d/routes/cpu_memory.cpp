@@ -3,6 +3,7 @@
 #include "c10d/delegate.hpp"
 #include "c10d/errors.hpp"
 #include "c10d/routes/cpu.hpp"
+#include "collectives/way.hpp"
 #include "host/arena.hpp"
 
 namespace fusedpg {
@@ -105,17 +106,28 @@ at::Tensor CpuRoute::empty(
   });
 }
 
+at::Tensor CpuRoute::empty_shared(
+    at::IntArrayRef sizes,
+    const at::TensorOptions& options) {
+  TORCH_CHECK_VALUE(
+      !spans_hosts(),
+      "fused: parameters cannot be shared in a group that spans hosts");
+  const size_t bytes = checked_bytes(sizes, options);
+  void* data = nullptr;
+  run(group_.info(c10d::OpType::UNKNOWN, "fused:share_memory", false),
+      {},
+      {},
+      [&data, bytes](Way& way) {
+        data = share_memory(static_cast<ShmWay&>(way).context(), bytes);
+      });
+  return at::from_blob(
+      data, sizes, [keep = engine_->host()->mapping(0)](void*) {}, options);
+}
+
 bool CpuRoute::in_arena(const at::Tensor& t) {
   return arena() != nullptr && t.device().is_cpu() && t.has_storage() &&
       t.storage().nbytes() != 0 &&
       arena()->locate(t.storage().data(), t.storage().nbytes()).has_value();
-}
-
-void CpuRoute::describe_arena(GroupInfo& info) {
-  if (arena() != nullptr) {
-    info.arena_reserved = arena()->heap_bytes();
-    info.arena_used = arena()->used_bytes();
-  }
 }
 
 } // namespace fusedpg

@@ -1,4 +1,5 @@
-// Sends and receives of tensors, by a group's Messages.
+// Sends and receives of tensors, and the barrier that names who is missing: by a
+// group's Messages.
 
 #include <utility>
 
@@ -8,6 +9,7 @@
 #include "c10d/routes/cpu.hpp"
 #include "c10d/tensors.hpp"
 #include "c10d/work_fused.hpp"
+#include "messages/messages.hpp"
 
 namespace fusedpg {
 namespace {
@@ -79,6 +81,29 @@ WorkPtr CpuRoute::recvAnysource(Tensors& tensors, int tag) {
       tensors,
       Messages::kAnySource,
       tag);
+}
+
+std::shared_ptr<Messages> CpuRoute::messages() {
+  check_messages_open(); // before a lock, in a forked child
+  return translate(
+      [this] { return engine_->messages([this] { check_messages_open(); }); },
+      group_.dialect);
+}
+
+void CpuRoute::monitoredBarrier(
+    const c10d::BarrierOptions& opts,
+    bool wait_all_ranks) {
+  check_messages_open();
+  // Unlike elsewhere, a timeout of zero is one.
+  const auto timeout = opts.timeout == c10d::kUnsetTimeout
+      ? group_.timeout.load()
+      : bounded(opts.timeout);
+  translate(
+      [&] {
+        engine_->monitored_barrier(
+            timeout, wait_all_ranks, [this] { check_messages_open(); });
+      },
+      group_.dialect);
 }
 
 WorkPtr CpuRoute::post(

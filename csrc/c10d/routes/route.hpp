@@ -9,35 +9,11 @@
 
 namespace fusedpg {
 
-// How a group stands; fusedpg.group_info() explains the fields.
-struct GroupInfo {
-  std::string engine;
-  std::vector<int> local_ranks; // that share this host
-  int threads = 1;
-  std::string isa;
-  size_t arena_reserved = 0;
-  size_t arena_used = 0;
-  uint64_t sequence_number = 0;
-  bool failed = false;
-  size_t cuda_arena = 0; // bytes that were asked for
-  int nccl_version = 0; // of the CUDA engine; 0: none
-  std::string transport; // between hosts, once it is connected
-  std::vector<std::string> aggregators; // that add up, once connected
-  std::string aggregate; // the latest choice of them, or not
-  std::string address; // that other hosts reach this rank by, where it is ours
-  std::string cuda_path; // of its last step; see path_of_last_step()
-};
-
 // "fused:fused_adamw_", for the profiler and errors.
 const char* step_title(OpCode op);
 
 // The operations of a group on one kind of memory: c10d's, with arguments as
-// callers give them, and ours. There are three:
-//
-// - ShmRoute, CPU tensors where all ranks share a machine;
-// - HostsRoute, CPU tensors where they do not;
-// - CudaRoute, tensors on GPUs.
-//
+// callers give them, and ours. CpuRoute has an engine, CudaRoute another one.
 // ProcessGroupFused chooses by the tensors' device. What CudaRoute does not do
 // itself it gives to its *delegate*, torch's NCCL.
 class Route : public c10d::Backend {

@@ -1,4 +1,4 @@
-#include "c10d/host_failures.hpp"
+#include "collectives/host_failures.hpp"
 
 #include <algorithm>
 #include <future>
@@ -7,8 +7,6 @@
 #include <vector>
 
 #include "base/deadline.hpp"
-#include "c10d/errors.hpp"
-#include "c10d/store_rendezvous.hpp"
 
 namespace fusedpg {
 namespace {
@@ -26,41 +24,23 @@ constexpr int kMostAsked = 64;
 constexpr size_t kLongest = 600; // characters of a reason
 
 struct Failure {
-  ErrorKind kind;
-  bool breaks; // the group can be used no more
-  bool consequence; // of what another rank has done, or has not
+  char letter; // see letter_of()
   std::string text;
+
+  // Of what another rank has done, or has not.
+  bool consequence() const {
+    return letter != 'o';
+  }
 };
 
-bool starts_with(const std::string& text, const std::string& part) {
-  return text.compare(0, part.size(), part) == 0;
-}
-
-// Of the exception that is being handled.
-Failure current_failure() {
-  try {
-    throw;
-  } catch (const Error& error) {
-    const ErrorKind kind = error.kind();
-    const bool alike = // on all ranks, before anything has been sent
-        kind == ErrorKind::kInvalid || kind == ErrorKind::kMismatch;
-    // Not kPeerDead: a rank knows that a process of its own host has ended.
-    const bool consequence =
-        kind == ErrorKind::kTimeout || kind == ErrorKind::kPeerFailed;
-    return {kind, !alike, consequence, error.what()};
-  } catch (const c10::DistError& error) { // of the store
-    return {ErrorKind::kPeerFailed, true, true, one_line(error)};
-  } catch (const c10::OutOfMemoryError& error) {
-    return {ErrorKind::kOutOfMemory, true, false, one_line(error)};
-  } catch (const c10::Error& error) { // arguments
-    return {ErrorKind::kInvalid, false, false, one_line(error)};
-  } catch (const std::bad_alloc& error) {
-    return {ErrorKind::kOutOfMemory, true, false, error.what()};
-  } catch (const std::exception& error) {
-    return {ErrorKind::kSystem, true, false, one_line(error)};
-  } catch (...) {
-    return {ErrorKind::kSystem, true, false, "an exception of no known type"};
-  }
+// 'o': a reason of its own. 't': it has waited for others until its time was over.
+// 'c': a connection has ended, as that of a rank does which has failed. Who hears
+// of that may write it down first. kPeerDead is no consequence: a rank knows that a
+// process of its own host has ended.
+char letter_of(ErrorKind kind) {
+  return kind == ErrorKind::kTimeout   ? 't'
+      : kind == ErrorKind::kPeerFailed ? 'c'
+                                       : 'o';
 }
 
 // One rank's word: "<rank> <letter> <text>".
@@ -69,15 +49,6 @@ struct Word {
   char letter; // see letter_of()
   std::string text;
 };
-
-// 'o': a reason of its own. 't': it has waited for others until its time was over.
-// 'c': a connection has ended, as that of a rank does which has failed. Who hears
-// of that may write it down first.
-char letter_of(const Failure& failure) {
-  return !failure.consequence               ? 'o'
-      : failure.kind == ErrorKind::kTimeout ? 't'
-                                            : 'c';
-}
 
 Word word_of(const std::string& text) {
   const size_t first = text.find(' ');
@@ -89,20 +60,18 @@ Word word_of(const std::string& text) {
 
 // Says why this rank has failed, and returns the first cause, as far as the
 // others know it. `heard` is set in between.
-std::string tell(
-    const c10::intrusive_ptr<c10d::Store>& store,
+std::string report_cause(
+    Rendezvous& board,
     int rank,
     int size,
     const Failure& mine,
     bool asks,
     std::promise<void> heard) {
-  StoreRendezvous board(store);
   const auto key = [](int64_t n) { return formatted("failed/{}", n); };
   const int64_t place = board.add("failed", 1);
   board.set(
       key(place),
-      formatted(
-          "{} {} {}", rank, letter_of(mine), mine.text.substr(0, kLongest)));
+      formatted("{} {} {}", rank, mine.letter, mine.text.substr(0, kLongest)));
   heard.set_value();
   if (!asks) {
     return "";
@@ -113,7 +82,7 @@ std::string tell(
   while (true) {
     // Whatever was said before a failure that has its cause here is all there is
     // to hear of.
-    const int64_t said = mine.consequence
+    const int64_t said = mine.consequence()
         ? std::min<int64_t>(board.add("failed", 0), most)
         : std::min<int64_t>(place - 1, most);
     while (static_cast<int64_t>(words.size()) < said) {
@@ -124,7 +93,7 @@ std::string tell(
             "the first cause is rank {}: {}", last.rank, last.text);
       }
     }
-    if (!mine.consequence) {
+    if (!mine.consequence()) {
       return "";
     }
     if (said == most || deadline.expired()) {
@@ -164,22 +133,27 @@ std::string tell(
 } // namespace
 
 HostFailures::HostFailures(
-    c10::intrusive_ptr<c10d::Store> store,
-    int rank,
-    int size)
+    std::shared_ptr<Rendezvous> store,
+    const GroupBase& group)
     : store_(std::move(store)),
-      rank_(rank),
-      size_(size) {}
+      group_(group) {}
+
+std::optional<Error> HostFailures::known() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!failed_) {
+    return std::nullopt;
+  }
+  return Error(
+      failed_->kind(),
+      formatted(
+          "fused: this group has failed and must be destroyed; the failure "
+          "was: {}",
+          failed_->what()));
+}
 
 void HostFailures::check() const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (failed_) {
-    throw Error(
-        failed_->kind(),
-        formatted(
-            "fused: this group has failed and must be destroyed; the failure "
-            "was: {}",
-            failed_->what()));
+  if (const auto failure = known()) {
+    throw Error(*failure);
   }
 }
 
@@ -188,30 +162,30 @@ std::optional<ErrorKind> HostFailures::kind() const {
   return failed_ ? std::optional(failed_->kind()) : std::nullopt;
 }
 
-void HostFailures::handle(
+Error HostFailures::handle(
+    const Error& error,
     const char* title,
     uint64_t ticket,
     const std::function<void()>& close) {
-  Failure mine = current_failure();
+  if (const auto failure = known()) {
+    return *failure;
+  }
+  Failure mine{letter_of(error.kind()), error.what()};
   const std::string prefix = "fused: ";
-  if (starts_with(mine.text, prefix)) {
+  if (mine.text.starts_with(prefix)) {
     mine.text = mine.text.substr(prefix.size());
   }
-  check();
-  if (!mine.breaks) {
-    return;
-  }
-  const bool asks = mine.kind != ErrorKind::kAborted;
+  const bool asks = error.kind() != ErrorKind::kAborted;
   // A store that does not answer keeps its thread, and not this one.
   std::promise<void> heard;
   std::future<void> taken = heard.get_future();
   std::packaged_task<std::string()> task([store = store_,
-                                          rank = rank_,
-                                          size = size_,
+                                          rank = group_.rank,
+                                          size = group_.size,
                                           mine,
                                           asks,
                                           heard = std::move(heard)]() mutable {
-    return tell(store, rank, size, mine, asks, std::move(heard));
+    return report_cause(*store, rank, size, mine, asks, std::move(heard));
   });
   std::future<std::string> answer = task.get_future();
   const Deadline last(kPatience + kSlowStore);
@@ -219,9 +193,9 @@ void HostFailures::handle(
   bool told = true;
   try {
     std::thread(std::move(task)).detach();
-  } catch (const std::system_error& error) {
+  } catch (const std::system_error& no_thread) {
     told = false;
-    cause = formatted("the others are not told why: {}", error.what());
+    cause = formatted("the others are not told why: {}", no_thread.what());
   }
   close();
   if (asks && told) {
@@ -232,41 +206,42 @@ void HostFailures::handle(
           answer.wait_for(last.left()) == std::future_status::ready) {
         cause = answer.get();
       }
-    } catch (const std::exception& error) {
-      cause = "the store fails, too: " + one_line(error);
+    } catch (const std::exception& of_store) {
+      cause = "the store fails, too: " + group_.describe(of_store);
     }
   }
   const std::string op =
       std::string(title).substr(std::string("fused:").size());
-  const Error error(
-      mine.kind,
+  const Error whole(
+      error.kind(),
       formatted(
           "fused: {}, sequence number {}, on rank {}: {}{}{}",
           op,
           ticket,
-          rank_,
+          group_.rank,
           mine.text,
           cause.empty() ? "" : "; ",
           cause));
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    failed_ = error;
+    failed_ = whole;
   }
-  throw error;
+  return whole;
 }
 
 void HostFailures::say_exit(const std::string& how) noexcept {
   std::promise<void> heard;
   std::future<void> taken = heard.get_future();
-  const Failure mine{ErrorKind::kPeerFailed, true, false, how};
+  const Failure mine{'o', how};
   try {
     std::thread([store = store_,
-                 rank = rank_,
-                 size = size_,
+                 rank = group_.rank,
+                 size = group_.size,
                  mine,
                  heard = std::move(heard)]() mutable {
       try {
-        tell(store, rank, size, mine, /*asks=*/false, std::move(heard));
+        report_cause(
+            *store, rank, size, mine, /*asks=*/false, std::move(heard));
       } catch (const std::exception&) {
         // The store has gone: nobody can hear of it.
       }

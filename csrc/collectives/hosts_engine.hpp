@@ -8,10 +8,10 @@
 #include <vector>
 
 #include "base/host_map.hpp"
-#include "c10d/connect_hosts.hpp"
-#include "c10d/host_failures.hpp"
-#include "c10d/routes/cpu.hpp"
 #include "collectives/aggregated.hpp"
+#include "collectives/connect_hosts.hpp"
+#include "collectives/engine.hpp"
+#include "collectives/host_failures.hpp"
 #include "collectives/net_exchange.hpp"
 #include "host/domain.hpp"
 #include "host/pool.hpp"
@@ -19,23 +19,36 @@
 
 namespace fusedpg {
 
-// CPU tensors where ranks are on several machines: everything by
+// The engine of a group whose ranks are on several machines: everything by
 // messages, but inside a host.
-class HostsRoute : public CpuRoute {
+class HostsEngine : public Engine {
  public:
-  // Collective over the ranks that `bootstrap` met.
-  HostsRoute(Group& group, Bootstrap& bootstrap, const Deadline& deadline);
-  ~HostsRoute() override;
+  // Collective over the ranks that `bootstrap` met. `store` is the group's alone.
+  HostsEngine(
+      GroupBase& group,
+      Bootstrap& bootstrap,
+      std::shared_ptr<Rendezvous> store,
+      const Deadline& deadline);
+  ~HostsEngine() override;
 
-  void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks)
-      override;
-
-  at::Tensor empty_shared(
-      at::IntArrayRef sizes,
-      const at::TensorOptions& options) override;
-
-  void describe(GroupInfo& info) override;
+  void execute(
+      const Operation& op,
+      const char* title,
+      uint64_t ticket,
+      std::chrono::milliseconds timeout) override;
+  void check_failed() override;
   std::optional<ErrorKind> failure() override;
+  void monitored_barrier(
+      std::chrono::milliseconds timeout,
+      bool wait_all_ranks,
+      const std::function<void()>& check_open) override;
+  Domain* host() override {
+    return domain_.get();
+  }
+  bool spans_hosts() const override {
+    return true;
+  }
+  void describe(GroupInfo& info) override;
   void abort() override {
     interrupt("aborted");
   }
@@ -43,34 +56,29 @@ class HostsRoute : public CpuRoute {
   void shutdown() override;
 
  protected:
-  std::shared_ptr<Arena> arena() override {
-    return domain_ ? domain_->arena() : nullptr;
-  }
-  void execute(
-      const Operation& operation,
-      uint64_t ticket,
-      std::chrono::milliseconds timeout) override;
-  void failed(const char* title, uint64_t ticket) override;
-  std::shared_ptr<Messages> messages() override {
-    return mailbox();
-  }
+  void begin(Way& way) override;
+  void end(Way& way) override;
+  void fail_group(const Error& error, const char* title, uint64_t ticket)
+      override;
+  std::shared_ptr<Messages> open_messages() override;
 
  private:
-  // hosts_p2p.cpp
-  std::shared_ptr<NetMailbox> mailbox();
-  // Ends the group as an operation does that fails; with what all ranks know.
+  // Ends this rank's part in the group; returns the error with what other ranks
+  // know of its cause, or the one that the group has failed with before.
+  Error give_up(const Error& error, const char* title, uint64_t ticket);
+  // The same where a message has failed.
   Error message_failed(const Error& error);
-  void check_messages();
   // Throws when a rank of this host has failed or died, which is not so that
   // it may just have been done before this one.
   void check_neighbours(const std::string& what);
   void end_waits(const std::string& how);
-  [[noreturn]] void fail_aborted() const;
+  Error aborted_error() const;
   void check_aborted();
   // The group has failed, or was aborted.
   void end_messages();
   void connect_aggregators(const Deadline& deadline);
-  NetContext net_context(uint64_t ticket, const Deadline& deadline);
+
+  const std::shared_ptr<Rendezvous> store_;
   const HostMap hosts_;
   // Every rank as a host of its own, if sums are to have the bits of one.
   const std::optional<HostMap> flat_;
@@ -82,7 +90,6 @@ class HostsRoute : public CpuRoute {
   Connection connection_; // with aggregators from the first operation on
   mutable std::mutex name_mutex_; // which nobody holds for long
   std::vector<std::string> aggregators_;
-  std::mutex mailbox_mutex_;
   std::atomic<uint32_t> monitored_barriers_{0}; // that have begun
   // Of the executing thread.
   std::optional<Clock::time_point> in_doubt_since_;
@@ -90,7 +97,7 @@ class HostsRoute : public CpuRoute {
   AggregateState aggregate_;
   NetBuffers buffers_;
   Pool pool_{1};
-  std::shared_ptr<NetMailbox> mailbox_; // made by the first message; ends first
+  NetMailbox* net_mailbox_ = nullptr; // is mailbox_
 };
 
 } // namespace fusedpg

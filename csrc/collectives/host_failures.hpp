@@ -1,13 +1,14 @@
 #pragma once
 
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
 
-#include <torch/csrc/distributed/c10d/Store.hpp>
-
 #include "base/error.hpp"
+#include "base/rendezvous.hpp"
+#include "collectives/engine.hpp"
 
 namespace fusedpg {
 
@@ -16,16 +17,17 @@ namespace fusedpg {
 // why they have failed, in that order, and who says nothing is the one that was lost.
 class HostFailures {
  public:
-  HostFailures(c10::intrusive_ptr<c10d::Store> store, int rank, int size);
+  HostFailures(std::shared_ptr<Rendezvous> store, const GroupBase& group);
 
   // Throws what the group has failed with.
   void check() const;
   std::optional<ErrorKind> kind() const;
 
-  // To be called where an operation has thrown. Returns if the group can go on; else throws
-  // what it has failed with, after `close` has ended this rank's connections, by which the
-  // others hear of it.
-  void handle(
+  // Remembers that the group has failed, and returns with what: with the cause, as
+  // far as other ranks know it. `close` ends this rank's connections in between, by
+  // which the others hear of it. Where it had failed before, what check() throws.
+  Error handle(
+      const Error& error,
       const char* title,
       uint64_t ticket,
       const std::function<void()>& close);
@@ -35,9 +37,10 @@ class HostFailures {
   void say_exit(const std::string& how) noexcept;
 
  private:
-  const c10::intrusive_ptr<c10d::Store> store_;
-  const int rank_;
-  const int size_;
+  std::optional<Error> known() const;
+
+  const std::shared_ptr<Rendezvous> store_;
+  const GroupBase& group_;
   mutable std::mutex mutex_;
   std::optional<Error> failed_;
 };

@@ -1,19 +1,81 @@
-#include "c10d/connect_hosts.hpp"
+#include "collectives/connect_hosts.hpp"
 
 #include <algorithm>
 #include <cstring>
+#include <future>
 #include <thread>
-
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
-#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+#include <type_traits>
 
 #include "base/error.hpp"
-#include "c10d/errors.hpp"
-#include "c10d/store_rendezvous.hpp"
 #include "net/exchange_words.hpp"
 
 namespace fusedpg {
 namespace {
+
+// The same where waits must end: a store that is out of reach or stopped answers
+// nothing, and its client then waits without a limit. So each request has a thread
+// of its own, which stays behind if need be.
+class BoundedRendezvous : public Rendezvous {
+ public:
+  // `check` throws when waiting is in vain.
+  BoundedRendezvous(
+      std::shared_ptr<Rendezvous> store,
+      const Deadline& deadline,
+      std::function<void()> check)
+      : store_(std::move(store)),
+        deadline_(deadline),
+        check_(std::move(check)) {}
+  void set(const std::string& key, const std::string& value) override {
+    ask([=](Rendezvous& store) { store.set(key, value); }, deadline_);
+  }
+  std::string get(const std::string& key, const Deadline& deadline) override {
+    return ask(
+        [=](Rendezvous& store) { return store.get(key, deadline); }, deadline);
+  }
+  std::optional<std::vector<std::string>> get_all(
+      const std::vector<std::string>& keys,
+      std::chrono::milliseconds most) override {
+    return ask(
+        [=](Rendezvous& store) { return store.get_all(keys, most); },
+        deadline_);
+  }
+  bool has(const std::string& key) override {
+    return ask([=](Rendezvous& store) { return store.has(key); }, deadline_);
+  }
+  int64_t add(const std::string& key, int64_t amount) override {
+    return ask(
+        [=](Rendezvous& store) { return store.add(key, amount); }, deadline_);
+  }
+
+ private:
+  template <typename Call>
+  std::invoke_result_t<Call, Rendezvous&> ask(
+      const Call& call,
+      const Deadline& deadline) {
+    constexpr std::chrono::milliseconds kLook{20};
+    constexpr std::chrono::milliseconds kLast{100}; // for an answer under way
+    using Answer = std::invoke_result_t<Call, Rendezvous&>;
+    std::packaged_task<Answer()> task(
+        [call, store = store_]() mutable { return call(*store); });
+    std::future<Answer> answer = task.get_future();
+    std::thread(std::move(task)).detach();
+    while (answer.wait_for(kLook) != std::future_status::ready) {
+      check_();
+      if (deadline.expired() &&
+          answer.wait_for(kLast) != std::future_status::ready) {
+        fail(
+            ErrorKind::kTimeout,
+            "fused: timeout after {} ms: the store does not answer",
+            deadline.timeout().count());
+      }
+    }
+    return answer.get();
+  }
+
+  const std::shared_ptr<Rendezvous> store_;
+  const Deadline deadline_;
+  const std::function<void()> check_;
+};
 
 // A rank's word to the others: what they have to know of it, or why it cannot
 // take part.
@@ -31,23 +93,25 @@ struct Offer {
   }
 };
 
-Offer offer_of(const std::function<std::string()>& word) {
+Offer offer_of(
+    const GroupBase& group,
+    const std::function<std::string()>& word) {
   try {
     return {word(), ""};
   } catch (const std::exception& error) {
-    return {"", one_line(error), std::current_exception()};
+    return {"", group.describe(error), std::current_exception()};
   }
 }
 
 std::vector<std::string> exchange(
-    Group& group,
+    const GroupBase& group,
     const Offer& mine,
     Rendezvous& rendezvous,
     const Deadline& deadline,
     const std::function<void()>& check) {
   std::vector<std::string> words = exchange_words(
       rendezvous,
-      "offer",
+      "fusedpg-transport/offer",
       group.rank,
       group.size,
       mine.text(),
@@ -72,27 +136,17 @@ std::vector<std::string> exchange(
   return words;
 }
 
-// The address that this process listens at: by the way to the store, if that
-// has one.
-SocketAddress address_here(Group& group) {
-  auto store = group.store;
-  if (const auto* prefix =
-          dynamic_cast<const c10d::PrefixStore*>(store.get())) {
-    store =
-        const_cast<c10d::PrefixStore*>(prefix)->getUnderlyingNonPrefixStore();
-  }
-  const auto* tcp = dynamic_cast<const c10d::TCPStore*>(store.get());
-  return tcp == nullptr
-      ? local_address(group.settings.socket_ifname, "", 0)
-      : local_address(
-            group.settings.socket_ifname, tcp->getHost(), tcp->getPort());
-}
-
-// With room for `more` that are no ranks of the group.
-std::unique_ptr<TcpEndpoint> open_endpoint(Group& group, int more = 0) {
+// It listens at the address that is on the way to the store, if that has one. With
+// room for `more` that are no ranks of the group.
+std::unique_ptr<TcpEndpoint> open_endpoint(
+    const GroupBase& group,
+    const Rendezvous& store,
+    int more = 0) {
+  const auto [host, port] = store.address();
   return std::make_unique<TcpEndpoint>(
       TcpListener::at(
-          address_here(group), PortRange::of(group.settings.port_range)),
+          local_address(group.settings.socket_ifname, host, port),
+          PortRange::of(group.settings.port_range)),
       group.rank,
       group.size + more);
 }
@@ -136,20 +190,18 @@ std::string hear(Transport& transport, int from, const Deadline& deadline) {
 } // namespace
 
 Connection connect_hosts(
-    Group& group,
+    const GroupBase& group,
+    const std::shared_ptr<Rendezvous>& store,
     const std::function<void()>& prepare,
     const Deadline& deadline,
     const std::function<void()>& check) {
-  BoundedRendezvous rendezvous(
-      c10::make_intrusive<c10d::PrefixStore>("fusedpg-transport", group.store),
-      deadline,
-      check);
+  BoundedRendezvous rendezvous(store, deadline, check);
   Connection connection;
   std::unique_ptr<TcpEndpoint> endpoint;
-  const Offer mine = offer_of([&] {
+  const Offer mine = offer_of(group, [&] {
     prepare();
-    endpoint = open_endpoint(group);
-    connection.mail = open_endpoint(group);
+    endpoint = open_endpoint(group, *store);
+    connection.mail = open_endpoint(group, *store);
     connection.address = endpoint->socket_address().host();
     return endpoint->address() + "," + connection.mail->address();
   });
@@ -166,7 +218,8 @@ Connection connect_hosts(
 }
 
 std::unique_ptr<aggregate::Client> connect_aggregators(
-    Group& group,
+    const GroupBase& group,
+    const Rendezvous& store,
     Transport& transport,
     bool alone,
     const Deadline& deadline,
@@ -184,7 +237,7 @@ std::unique_ptr<aggregate::Client> connect_aggregators(
         "(FUSEDPG_ORDER)");
   }
   const Key128 key = aggregate::key_of(settings.aggregator_key);
-  auto endpoint = open_endpoint(group, static_cast<int>(places.size()));
+  auto endpoint = open_endpoint(group, store, static_cast<int>(places.size()));
   // Rank 0 opens the jobs, and says where they are, or why there is none, before
   // the others have waited too long.
   std::vector<Offer> jobs;
@@ -196,7 +249,7 @@ std::unique_ptr<aggregate::Client> connect_aggregators(
     const Deadline patience(
         std::min(deadline.left() / 2, std::chrono::milliseconds(10'000)));
     for (size_t a = 0; a < places.size(); ++a) {
-      jobs.push_back(offer_of([&] {
+      jobs.push_back(offer_of(group, [&] {
         return aggregate::open_job(
             places[a], key, {workers, places.size(), a}, patience, check);
       }));
@@ -228,7 +281,7 @@ std::unique_ptr<aggregate::Client> connect_aggregators(
 }
 
 std::unique_ptr<TcpTransport> open_transport(
-    Group& group,
+    const GroupBase& group,
     std::unique_ptr<TcpEndpoint> mail) {
   return std::make_unique<TcpTransport>(
       tcp_config(group.settings), std::move(mail));

@@ -6,7 +6,8 @@
 
 #include "aggregate/client.hpp"
 #include "base/deadline.hpp"
-#include "c10d/group.hpp"
+#include "base/rendezvous.hpp"
+#include "collectives/engine.hpp"
 #include "net/tcp_transport.hpp"
 
 namespace fusedpg {
@@ -30,7 +31,8 @@ struct Connection {
 // `prepare` is called first; where it or listening throws on a rank, all raise
 // why. `check` throws when waiting is in vain.
 Connection connect_hosts(
-    Group& group,
+    const GroupBase& group,
+    const std::shared_ptr<Rendezvous>& store,
     const std::function<void()>& prepare,
     const Deadline& deadline,
     const std::function<void()>& check);
@@ -39,7 +41,8 @@ Connection connect_hosts(
 // every rank is a host of its own, or is taken for one, in the order of sums.
 // Throws where rank 0 cannot open a job: there kSystem, elsewhere kPeerFailed.
 std::unique_ptr<aggregate::Client> connect_aggregators(
-    Group& group,
+    const GroupBase& group,
+    const Rendezvous& store,
     Transport& transport,
     bool alone,
     const Deadline& deadline,
@@ -47,7 +50,7 @@ std::unique_ptr<aggregate::Client> connect_aggregators(
 
 // For messages of users, connected to nobody.
 std::unique_ptr<TcpTransport> open_transport(
-    Group& group,
+    const GroupBase& group,
     std::unique_ptr<TcpEndpoint> mail);
 
 } // namespace fusedpg

@@ -1,0 +1,230 @@
+// The rule for failures, which both engines of CPU tensors have.
+
+#include <new>
+#include <stdexcept>
+
+#include "collectives/hosts_engine.hpp"
+#include "collectives/perform.hpp"
+#include "ranks.hpp"
+
+namespace {
+
+using namespace fusedpg;
+using namespace fusedpg::test;
+
+constexpr int kSize = 3;
+
+// One rank of a group, in one machine or on as many as `hosts`.
+struct Rank : GroupBase {
+  Rank(int rank, const std::shared_ptr<Store>& store, int hosts)
+      : GroupBase(
+            rank,
+            kSize,
+            settings_of(rank, hosts),
+            *kernels::table(),
+            text_of),
+        bootstrap(met(rank, kSize, *store, settings)) {
+    const Deadline deadline(kLong);
+    if (hosts == 1) {
+      engine = std::make_unique<ShmEngine>(*this, bootstrap, deadline);
+    } else {
+      // A thread that tells others of a failure may need the store for longer
+      // than the test lasts.
+      engine = std::make_unique<HostsEngine>(*this, bootstrap, store, deadline);
+    }
+  }
+
+  ~Rank() {
+    executor().stop(); // an abort may be queued
+    engine->shutdown();
+  }
+
+  static Settings settings_of(int rank, int hosts) {
+    Settings s = test_settings();
+    s.host_id = formatted("host {}", rank % hosts);
+    return s;
+  }
+
+  void run(const Engine::Operation& op) {
+    engine->execute(op, "fused:test", ++sequence, kLong);
+  }
+  void barrier() {
+    run([](Way& way) { perform(way, {OpCode::kBarrier}); });
+  }
+  bool usable() {
+    barrier();
+    return !engine->failure();
+  }
+
+  Bootstrap bootstrap;
+  std::unique_ptr<Engine> engine;
+  uint64_t sequence = 0;
+};
+
+// In one machine, on two and on three.
+void with_engines(const std::function<void(Rank&, Store&)>& body) {
+  for (int hosts = 1; hosts <= kSize; ++hosts) {
+    const auto shared = std::make_shared<Store>();
+    on_threads(kSize, [&](int rank, Store& store) {
+      Rank r(rank, shared, hosts);
+      body(r, store);
+      store.meet("end", kSize);
+    });
+  }
+}
+
+// Rank 1 throws this, its peers begin a barrier.
+void refuse(Rank& r, const std::function<void()>& throw_it) {
+  r.run([&](Way& way) {
+    if (r.rank == 1) {
+      throw_it();
+    }
+    perform(way, {OpCode::kBarrier});
+  });
+}
+
+void expect_refusal(Rank& r, const std::string& reason, const auto& run) {
+  expect_error(
+      ErrorKind::kMismatch,
+      {"sequence number " + std::to_string(r.sequence + 1),
+       "rank 1 refused to take part: " + reason},
+      run);
+}
+
+} // namespace
+
+TEST(engines_tell_peers_what_a_rank_throws_before_it_has_entered) {
+  with_engines([](Rank& r, Store&) {
+    CHECK(r.usable());
+    const auto raises = [&](const auto& error, const std::string& reason) {
+      const auto run = [&] { refuse(r, [&] { throw error; }); };
+      if (r.rank == 1) {
+        try {
+          run();
+          report_failure(__FILE__, __LINE__, "nothing was thrown");
+        } catch (const std::decay_t<decltype(error)>& same) {
+          CHECK_EQ(std::string(same.what()), reason);
+        }
+      } else {
+        expect_refusal(r, reason, run);
+      }
+      CHECK(r.usable());
+    };
+    raises(std::runtime_error("too large"), "too large");
+    raises(std::bad_alloc(), "std::bad_alloc");
+    for (const ErrorKind kind :
+         {ErrorKind::kInvalid,
+          ErrorKind::kOutOfMemory,
+          ErrorKind::kSystem,
+          ErrorKind::kTimeout}) {
+      raises(Error(kind, "fused: not here"), "fused: not here");
+    }
+  });
+}
+
+TEST(engines_refuse_within_a_list) {
+  with_engines([](Rank& r, Store&) {
+    const auto run = [&] {
+      r.run([&](Way& way) {
+        for (uint64_t i = 0; i < 3; ++i) {
+          way.begin_item(i, 3);
+          if (i == 1 && r.rank == 1) {
+            throw std::runtime_error("the second is too large");
+          }
+          perform(way, {OpCode::kBarrier});
+        }
+      });
+    };
+    if (r.rank == 1) {
+      CHECK_THROWS(run(), std::runtime_error, "the second");
+    } else {
+      expect_refusal(r, "the second is too large", run);
+    }
+    CHECK(r.usable());
+  });
+}
+
+TEST(engines_go_on_after_what_all_ranks_find) {
+  with_engines([](Rank& r, Store&) {
+    for (const ErrorKind kind : {ErrorKind::kInvalid, ErrorKind::kMismatch}) {
+      expect_error(kind, {"alike"}, [&] {
+        r.run([&](Way& way) {
+          perform(way, {OpCode::kBarrier});
+          throw Error(kind, "fused: alike on all ranks");
+        });
+      });
+      CHECK(r.usable());
+    }
+  });
+}
+
+// A rank that leaves an operation in the middle leaves its peers there.
+TEST(engines_end_by_what_one_rank_throws_in_the_middle) {
+  with_engines([](Rank& r, Store& store) {
+    if (r.rank != 1) {
+      r.barrier();
+      store.get("thrown", Deadline(kLong));
+      CHECK_THROWS(
+          [&] {
+            r.barrier();
+            r.barrier();
+          }(),
+          Error,
+          "rank 1"); // why, where the store takes the word in time
+      return;
+    }
+    try {
+      r.run([](Way& way) {
+        perform(way, {OpCode::kBarrier});
+        throw std::runtime_error("no thread for it");
+      });
+      report_failure(__FILE__, __LINE__, "nothing was thrown");
+    } catch (const std::exception& error) {
+      CHECK(
+          std::string(error.what()).find("no thread for it") !=
+          std::string::npos);
+    }
+    CHECK(r.engine->failure() == ErrorKind::kSystem);
+    store.set("thrown", "");
+    expect_error(
+        ErrorKind::kSystem, {"must be destroyed", "no thread for it"}, [&] {
+          r.barrier();
+        });
+  });
+}
+
+// Though it has told nobody of the operation.
+TEST(engines_end_by_an_abort) {
+  with_engines([](Rank& r, Store& store) {
+    CHECK(r.usable());
+    if (r.rank == 1) {
+      r.engine->interrupt("interrupted by a test");
+      expect_error(
+          ErrorKind::kAborted, {"interrupted by a test"}, [&] { r.barrier(); });
+      CHECK(r.engine->failure() == ErrorKind::kAborted);
+      store.set("aborted", "");
+    } else {
+      store.get("aborted", Deadline(kLong));
+      CHECK_THROWS(r.barrier(), Error, "rank 1");
+      CHECK(r.engine->failure().has_value());
+    }
+  });
+}
+
+TEST(engines_end_where_peers_cannot_be_told) {
+  with_engines([](Rank& r, Store& store) {
+    if (r.rank == 1) {
+      store.get("gone", Deadline(kLong));
+      CHECK_THROWS(
+          refuse(r, [] { throw std::runtime_error("too large"); }),
+          Error,
+          "rank 0");
+      CHECK(r.engine->failure().has_value());
+    } else {
+      r.engine->interrupt("aborted");
+      CHECK_THROWS(r.barrier(), Error, "abort");
+      store.meet("both", kSize - 1);
+      store.set("gone", "");
+    }
+  });
+}
