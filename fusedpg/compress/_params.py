@@ -142,11 +142,12 @@ def check(compressor: Compressor, memory: Memory, communicator: Communicator) ->
         if not isinstance(communicator, Allreduce):
             raise ValueError(
                 f'compressor "powersgd" with communicator "{carrier}": its second factor needs the '
-                'sum of the first ones. Use "allreduce"'
+                'sum of the first ones. Use "allreduce" or "quantized"'
             )
         if type(memory) not in (PowerSGDMemory, ResidualMemory, memories.NoneMemory):
             raise ValueError(
-                f'compressor "powersgd" with memory "{keeper}": use "powersgd" or "none"'
+                f'compressor "powersgd" with memory "{keeper}": use "powersgd", "residual" or '
+                '"none"'
             )
     elif isinstance(memory, PowerSGDMemory):
         raise ValueError(f'memory "powersgd" with compressor "{what}": use "residual"')
