@@ -71,4 +71,15 @@ inline std::string one_line(const std::exception& error) {
   return text.substr(0, text.find('\n'));
 }
 
+// The same as an error of the engine.
+inline Error as_error(const std::exception& error) {
+  const bool memory =
+      dynamic_cast<const c10::OutOfMemoryError*>(&error) != nullptr;
+  const bool of_store = dynamic_cast<const c10::DistError*>(&error) != nullptr;
+  const ErrorKind kind = memory ? ErrorKind::kOutOfMemory
+      : of_store                ? ErrorKind::kPeerFailed
+                                : ErrorKind::kSystem;
+  return {kind, one_line(error)};
+}
+
 } // namespace fusedpg

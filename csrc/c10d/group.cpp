@@ -35,7 +35,7 @@ Group::Group(
           translate([&]() -> const kernels::Table& {
             return select_kernels(settings);
           }),
-          one_line),
+          as_error),
       dialect(dialect),
       timeout(bounded(timeout)),
       interrupter(std::make_shared<Interrupter>()),

@@ -99,7 +99,7 @@ Offer offer_of(
   try {
     return {word(), ""};
   } catch (const std::exception& error) {
-    return {"", group.describe(error), std::current_exception()};
+    return {"", group.error_of(error).what(), std::current_exception()};
   }
 }
 

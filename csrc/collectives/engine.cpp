@@ -1,5 +1,7 @@
 #include "collectives/engine.hpp"
 
+#include <new>
+
 #include "collectives/way.hpp"
 #include "messages/messages.hpp"
 
@@ -18,18 +20,49 @@ const kernels::Table& select_kernels(const Settings& settings) {
   return *table;
 }
 
+Error GroupBase::error_of(const std::exception& thrown) const {
+  if (const auto* error = dynamic_cast<const Error*>(&thrown)) {
+    return *error;
+  }
+  const Error described = describe_(thrown);
+  return dynamic_cast<const std::bad_alloc*>(&thrown) != nullptr
+      ? Error(ErrorKind::kOutOfMemory, described.what())
+      : described;
+}
+
+namespace {
+
+// Which all ranks find, and stay in step.
+bool alike(const Error& error) {
+  return error.kind() == ErrorKind::kInvalid ||
+      error.kind() == ErrorKind::kMismatch;
+}
+
+} // namespace
+
 bool Engine::stays_in_step(Way& way, const std::exception& thrown) {
-  const auto* error = dynamic_cast<const Error*>(&thrown);
-  if (error != nullptr && error->kind() == ErrorKind::kAborted) {
+  const Error error = group_.error_of(thrown);
+  if (error.kind() == ErrorKind::kAborted) {
     return false;
   }
-  if (!way.op().entered) {
-    way.refuse(group_.describe(thrown));
-    return true;
+  if (way.op().entered) {
+    return alike(error);
   }
-  return error != nullptr &&
-      (error->kind() == ErrorKind::kInvalid ||
-       error->kind() == ErrorKind::kMismatch);
+  const std::string reason = error.what();
+  try {
+    way.refuse(reason.substr(0, reason.find('\n')));
+    return true;
+  } catch (const std::exception& of_refusal) {
+    const Error untold = group_.error_of(of_refusal);
+    if (untold.kind() == ErrorKind::kAborted) {
+      throw;
+    }
+    // What was wrong for this call alone is no reason for the group to end.
+    throw Error(
+        alike(error) ? untold.kind() : error.kind(),
+        formatted(
+            "{}; the other ranks cannot be told: {}", reason, untold.what()));
+  }
 }
 
 void Engine::run(Way& way, const Operation& op, const char* title) {
@@ -45,14 +78,10 @@ void Engine::run(Way& way, const Operation& op, const char* title) {
       alike = std::current_exception();
     }
     end(way);
-  } catch (const Error& error) {
-    fail_group(error, title, way.op().sequence);
-    throw;
   } catch (const std::exception& thrown) {
-    // Not foreseen (no memory, no thread): the peers are somewhere inside the
+    // Foreseen or not (no memory, no thread): the peers are somewhere inside the
     // operation that this rank has left.
-    const Error error(ErrorKind::kSystem, group_.describe(thrown));
-    fail_group(error, title, way.op().sequence);
+    fail_group(group_.error_of(thrown), title, way.op().sequence);
     throw;
   }
   if (alike) {

@@ -28,8 +28,9 @@ const kernels::Table& select_kernels(const Settings& settings);
 // What a group's engine knows of the group, which lives longer: who it is, the
 // queue of its operations, and what they count.
 struct GroupBase {
-  // An exception in one line, for other ranks.
-  using Describe = std::string (*)(const std::exception&);
+  // An exception that is no Error as one, in one line, for other ranks. Its kind
+  // is kSystem, but for what is known of the exception's type.
+  using Describe = Error (*)(const std::exception&);
 
   GroupBase(
       int rank,
@@ -41,10 +42,13 @@ struct GroupBase {
         size(size),
         settings(std::move(settings)),
         kernels(table),
-        describe(describe),
         waits(size),
-        executor_(std::make_shared<Executor>()) {}
+        executor_(std::make_shared<Executor>()),
+        describe_(describe) {}
   GroupBase(const GroupBase&) = delete;
+
+  // What was thrown, as an error of the engine.
+  Error error_of(const std::exception& thrown) const;
 
   Executor& executor() {
     return *executor_;
@@ -54,13 +58,15 @@ struct GroupBase {
   const int size;
   const Settings settings;
   const kernels::Table& kernels;
-  const Describe describe;
   Stats stats;
   Waits waits;
   std::string exit; // how the interpreter ended, if before the group was closed
 
  protected:
   const std::shared_ptr<Executor> executor_; // with every WorkFused
+
+ private:
+  const Describe describe_;
 };
 
 // How a group stands; fusedpg.group_info() explains the fields.
@@ -164,7 +170,7 @@ class Engine {
 
  private:
   // Whether all ranks are, after what this one has thrown. Tells the peers of it
-  // where they don't know.
+  // where they don't know; throws where it cannot.
   bool stays_in_step(Way& way, const std::exception& thrown);
 };
 

@@ -207,7 +207,8 @@ Error HostFailures::handle(
         cause = answer.get();
       }
     } catch (const std::exception& of_store) {
-      cause = "the store fails, too: " + group_.describe(of_store);
+      cause = formatted(
+          "the store fails, too: {}", group_.error_of(of_store).what());
     }
   }
   const std::string op =

@@ -248,7 +248,12 @@ void HostsEngine::interrupt(const std::string& how) {
   // Where no operation is under way to raise it, peers hear of it all the same.
   try {
     group_.executor().submit([this](uint64_t ticket) {
-      give_up(aborted_error(), "fused:abort", ticket);
+      try {
+        give_up(aborted_error(), "fused:abort", ticket);
+      } catch (const std::exception&) {
+        // The executor's operations must not throw. Without memory to tell
+        // others why, this rank is aborted all the same.
+      }
     });
   } catch (const Error&) {
     // It was shut down.

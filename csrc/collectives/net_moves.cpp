@@ -450,12 +450,14 @@ void net_move(NetContext& ctx, const Move& move, OpDescriptor& d) {
     NetMover(ctx, move, d).run();
   } catch (const Error& error) {
     if (error.kind() != ErrorKind::kMismatch &&
-        error.kind() != ErrorKind::kInvalid) {
+        error.kind() != ErrorKind::kInvalid && ctx.entered) {
       ctx.transport.end(); // receives into tensors may be posted
     }
     throw;
   } catch (...) {
-    ctx.transport.end();
+    if (ctx.entered) { // or this rank can still refuse
+      ctx.transport.end();
+    }
     throw;
   }
 }

@@ -779,7 +779,7 @@ void TcpTransport::wait(Operation& operation, const Deadline& deadline) {
   if (!operation.sends && operation.came != operation.buffer.bytes()) {
     end();
     fail(
-        ErrorKind::kMismatch,
+        ErrorKind::kSystem, // kMismatch leaves ranks in step
         "fused: rank {} (here) expected {} bytes of rank {}, which sent {}",
         rank(),
         operation.buffer.bytes(),

@@ -272,8 +272,8 @@ struct Member {
   Domain domain;
 };
 
-inline std::string text_of(const std::exception& error) {
-  return error.what();
+inline Error as_error(const std::exception& error) {
+  return {ErrorKind::kSystem, error.what()};
 }
 
 // One rank of a group whose ranks share this machine.
@@ -281,7 +281,7 @@ struct Group : GroupBase {
   using Operation = std::function<void(Context&)>;
 
   Group(int rank, int size, Store& store, const Settings& s = test_settings())
-      : GroupBase(rank, size, s, select_kernels(s), text_of),
+      : GroupBase(rank, size, s, select_kernels(s), as_error),
         bootstrap(met(rank, size, store, s)),
         engine(*this, bootstrap, Deadline(kLong)) {}
 

@@ -4,6 +4,7 @@
 #include <stdexcept>
 
 #include "collectives/hosts_engine.hpp"
+#include "collectives/hosts_way.hpp"
 #include "collectives/perform.hpp"
 #include "ranks.hpp"
 
@@ -22,7 +23,7 @@ struct Rank : GroupBase {
             kSize,
             settings_of(rank, hosts),
             *kernels::table(),
-            text_of),
+            as_error),
         bootstrap(met(rank, kSize, *store, settings)) {
     const Deadline deadline(kLong);
     if (hosts == 1) {
@@ -193,6 +194,134 @@ TEST(engines_end_by_what_one_rank_throws_in_the_middle) {
   });
 }
 
+// The kind is that of missing memory, though no Error says so.
+TEST(engines_end_by_missing_memory_in_the_middle) {
+  with_engines([](Rank& r, Store& store) {
+    if (r.rank != 1) {
+      r.barrier();
+      store.get("thrown", Deadline(kLong));
+      CHECK_THROWS(
+          [&] {
+            r.barrier();
+            r.barrier();
+          }(),
+          Error,
+          "rank 1");
+      return;
+    }
+    const auto run = [&] {
+      r.run([](Way& way) {
+        perform(way, {OpCode::kBarrier});
+        throw std::bad_alloc();
+      });
+    };
+    if (r.engine->spans_hosts()) {
+      expect_error(ErrorKind::kOutOfMemory, {"std::bad_alloc"}, run);
+    } else {
+      CHECK_THROWS(run(), std::bad_alloc, "std::bad_alloc");
+    }
+    CHECK(r.engine->failure() == ErrorKind::kOutOfMemory);
+    store.set("thrown", "");
+  });
+}
+
+// Between hosts, where it has no memory for what it would send.
+TEST(engines_refuse_a_move_that_cannot_begin) {
+  struct Full : Transport {
+    explicit Full(Transport& whole) : whole(whole) {}
+    int rank() const override {
+      return whole.rank();
+    }
+    int size() const override {
+      return whole.size();
+    }
+    RequestPtr send(int to, uint32_t tag, const NetBuffer& message) override {
+      return whole.send(to, tag, message);
+    }
+    RequestPtr receive(int from, uint32_t tag, const NetBuffer& into) override {
+      (void)whole.receive(from, tag, into);
+      throw std::bad_alloc();
+    }
+    void abort() override {
+      whole.abort();
+    }
+    void end() noexcept override {
+      whole.end();
+    }
+    Transport& whole;
+  };
+  with_engines([](Rank& r, Store&) {
+    if (!r.engine->spans_hosts()) {
+      return;
+    }
+    std::vector<uint64_t> from(kSize, r.rank), to(kSize);
+    const auto run = [&](bool full) {
+      r.run([&](Way& way) {
+        Move move;
+        for (int p = 0; p < kSize; ++p) {
+          move.sends.push_back({&from[p], sizeof from[p]});
+          move.recvs.push_back({&to[p], sizeof to[p]});
+        }
+        OpDescriptor d;
+        d.op = OpCode::kAllToAll;
+        if (!full) {
+          way.move(move, d);
+          return;
+        }
+        const NetContext& ctx = *way.net();
+        Full transport(ctx.transport);
+        NetContext without{ctx, transport, ctx.hosts, ctx.domain};
+        HostsWay(without).move(move, d);
+      });
+    };
+    run(false);
+    if (r.rank == 1) {
+      CHECK_THROWS(run(true), std::bad_alloc, "std::bad_alloc");
+    } else {
+      expect_refusal(r, "std::bad_alloc", [&] { run(false); });
+    }
+    to.assign(kSize, 0);
+    run(false);
+    for (int p = 0; p < kSize; ++p) {
+      CHECK_EQ(to[p], static_cast<uint64_t>(p));
+    }
+    CHECK(r.usable());
+  });
+}
+
+// This rank's connections have ended then.
+TEST(engines_end_by_a_message_of_another_length) {
+  with_engines([](Rank& r, Store& store) {
+    const auto run = [&](size_t bytes) {
+      r.run([&](Way& way) {
+        NetContext& ctx = *way.net();
+        if (r.rank == 0) {
+          net_send(ctx, 1, NetKind::kMove, NetBuffer(bytes))
+              .request->wait(ctx.deadline);
+        } else if (r.rank == 1) {
+          net_receive(ctx, 0, NetKind::kMove, NetBuffer(16))
+              .request->wait(ctx.deadline);
+        }
+      });
+    };
+    if (!r.engine->spans_hosts()) {
+      return;
+    }
+    run(16);
+    CHECK(r.usable());
+    if (r.rank == 1) {
+      expect_error(
+          ErrorKind::kSystem, {"rank 1: rank 1 (here) expected 16"}, [&] {
+            run(8);
+          });
+      CHECK(r.engine->failure() == ErrorKind::kSystem);
+    } else {
+      run(8);
+    }
+    store.meet("compared", kSize);
+  });
+}
+
 // Though it has told nobody of the operation.
 TEST(engines_end_by_an_abort) {
   with_engines([](Rank& r, Store& store) {
@@ -212,19 +341,24 @@ TEST(engines_end_by_an_abort) {
 }
 
 TEST(engines_end_where_peers_cannot_be_told) {
-  with_engines([](Rank& r, Store& store) {
-    if (r.rank == 1) {
-      store.get("gone", Deadline(kLong));
-      CHECK_THROWS(
-          refuse(r, [] { throw std::runtime_error("too large"); }),
-          Error,
-          "rank 0");
-      CHECK(r.engine->failure().has_value());
-    } else {
-      r.engine->interrupt("aborted");
-      CHECK_THROWS(r.barrier(), Error, "abort");
-      store.meet("both", kSize - 1);
-      store.set("gone", "");
-    }
-  });
+  for (const ErrorKind kind : {ErrorKind::kInvalid, ErrorKind::kOutOfMemory}) {
+    with_engines([kind](Rank& r, Store& store) {
+      if (r.rank == 1) {
+        // What is wrong with one call is no reason for a group to end.
+        const ErrorKind reason =
+            kind == ErrorKind::kInvalid ? ErrorKind::kPeerFailed : kind;
+        store.get("gone", Deadline(kLong));
+        expect_error(
+            reason,
+            {"too large; the other ranks cannot be told: ", "rank 0"},
+            [&] { refuse(r, [&] { throw Error(kind, "fused: too large"); }); });
+        CHECK(r.engine->failure() == reason);
+      } else {
+        r.engine->interrupt("aborted");
+        CHECK_THROWS(r.barrier(), Error, "abort");
+        store.meet("both", kSize - 1);
+        store.set("gone", "");
+      }
+    });
+  }
 }

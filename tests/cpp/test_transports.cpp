@@ -201,7 +201,7 @@ TEST(transport_abort_ends_a_wait) {
 }
 
 // Shorter or longer than expected; nothing goes on after it.
-TEST(transport_lengths_that_differ_are_a_mismatch) {
+TEST(transport_lengths_that_differ_are_an_error) {
   for (const size_t bytes : {size_t(8), size_t(24), size_t(1) << 20}) {
     on_transports(2, [bytes](int rank, Transport& t, Store& store) {
       if (rank == 0) {
@@ -210,7 +210,7 @@ TEST(transport_lengths_that_differ_are_a_mismatch) {
       } else {
         const Failure f = failure_of(
             [&] { t.receive(0, 1, NetBuffer(16))->wait(Deadline(kLong)); });
-        CHECK(f.kind == ErrorKind::kMismatch);
+        CHECK(f.kind == ErrorKind::kSystem);
         const std::string what = "expected 16 bytes of rank 0, which sent ";
         CHECK(
             contains(f.what, what + std::to_string(bytes)) ||

@@ -169,9 +169,6 @@ class CpuRoute : public Route {
 
   // Throws where the group has failed or ended.
   std::shared_ptr<Messages> messages();
-  void check_messages_open() const {
-    group_.check_open("fused:send/recv");
-  }
   WorkPtr post(
       c10d::OpType type,
       const char* title,

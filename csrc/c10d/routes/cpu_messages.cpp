@@ -84,25 +84,25 @@ WorkPtr CpuRoute::recvAnysource(Tensors& tensors, int tag) {
 }
 
 std::shared_ptr<Messages> CpuRoute::messages() {
-  check_messages_open(); // before a lock, in a forked child
+  const auto check_open = [this] { group_.check_open("fused:send/recv"); };
+  check_open(); // before a lock, in a forked child
   return translate(
-      [this] { return engine_->messages([this] { check_messages_open(); }); },
-      group_.dialect);
+      [&] { return engine_->messages(check_open); }, group_.dialect);
 }
 
 void CpuRoute::monitoredBarrier(
     const c10d::BarrierOptions& opts,
     bool wait_all_ranks) {
-  check_messages_open();
+  const auto check_open = [this] {
+    group_.check_open("fused:monitored_barrier");
+  };
+  check_open();
   // Unlike elsewhere, a timeout of zero is one.
   const auto timeout = opts.timeout == c10d::kUnsetTimeout
       ? group_.timeout.load()
       : bounded(opts.timeout);
   translate(
-      [&] {
-        engine_->monitored_barrier(
-            timeout, wait_all_ranks, [this] { check_messages_open(); });
-      },
+      [&] { engine_->monitored_barrier(timeout, wait_all_ranks, check_open); },
       group_.dialect);
 }
 
