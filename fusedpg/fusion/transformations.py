@@ -507,7 +507,8 @@ class FuseCollective(Transformation):
             self.refuse("the program has no reduce_scatter: Split comes first")
         if len(found) > 1:
             self.refuse("several reduce_scatters: name one", found[1])
-        scatter = found[0]
+        program = _without_slices_of_gathered(program)
+        (scatter,) = self._all(program, "reduce_scatter")
         inside = {scatter}
         for node in program.nodes:
             if not any(
@@ -579,6 +580,23 @@ class FuseCollective(Transformation):
             return not all(x.scalar or _single(x) for x in node.operands)
         taken = [x for x in node.operands if x in inside and x.op != "all_gather"]
         return not node.layout.parted and all(map(_single, taken))
+
+
+def _without_slices_of_gathered(program: Program) -> Program:
+    """The program in which a slice of what slices were gathered to is the slice itself.
+
+    A fused collective that gathers a value has it whole only behind it.
+    """
+    if program.groups:
+        return program
+
+    def change(node: Node, operands: tuple[Node, ...]) -> Node | None:
+        if not operands or operands[0].op != "all_gather" or not _slices(node, operands[0]):
+            return None
+        (part,) = operands[0].operands
+        return part if part.layout == SHARD else None
+
+    return rewrite(program, change)
 
 
 def _on_slices(program: Program, wholes: Collection[Node]) -> Program:
