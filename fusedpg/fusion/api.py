@@ -603,10 +603,11 @@ class FusedFunction:
     ) -> Any:
         """`written`: what a call returns instead of the targets, and is done behind them."""
         # Of a tensor with a tangent an earlier call knows nothing.
-        if not async_op and stages is None and forward_ad._current_level < 0:
+        ordinary = written is None and stages is None and forward_ad._current_level < 0
+        if ordinary and not async_op:
             known = self._earlier.repeat(group, args, kwargs, targets or ())
             if known is not None:
-                return known if written is None else written()
+                return known
         before = shared_errors()
         try:
             values, ranks, wrt, plan, program = self._prepared(args, kwargs, group, targets)
@@ -634,7 +635,7 @@ class FusedFunction:
         if async_op:
             return pending
         result = pending.wait()
-        if plan is None and not program.messages:
+        if plan is None and written is None and not program.messages:
             self._earlier.add(call, values)
         return result
 

@@ -111,6 +111,18 @@ def randomly(context: Context, seed: int) -> None:
         assert not torch.equal(other[-1], ws[-1])
 
 
+def repeated(context: Context) -> None:
+    """A later call returns what the first one did, in one storage as elsewhere."""
+    memory, gradients = torch.zeros(10), torch.ones(10)
+    adjacent, apart = [memory[:4], memory[4:].view(2, 3)], [torch.zeros(4), torch.zeros(2, 3)]
+    gs = [gradients[:4], gradients[4:].view(2, 3)]
+    for ws in (adjacent, apart):
+        with compiles(context):
+            for _ in range(4):
+                assert scaled.into((ws,), gs, ws, lr=0.0) is ws
+            assert scaled.into((ws,), gs, ws, lr=0.0, async_op=True).wait() is ws
+
+
 def gradients(context: Context) -> None:
     """Every tensor of a list gets its own."""
     size, rank = context.world_size, context.rank
