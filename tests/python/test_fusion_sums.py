@@ -64,6 +64,11 @@ def test_gathered_again(world_size: int) -> None:
     harness.pool(world_size).run(fusion_sums.gathered_again)
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_whole_sums(world_size: int) -> None:
+    harness.pool(world_size).run(fusion_sums.whole_sums)
+
+
 @pytest.mark.parametrize("world_size", SIZES)
 def test_clipping(world_size: int) -> None:
     harness.pool(world_size).run(fusion_sums.clipping)

@@ -286,6 +286,28 @@ def gathered_again(context: Context) -> None:
             fused(parts[rank])
 
 
+@fusedpg.fuse
+def sums_of_sums(g: Partial, w: Replicate):
+    """The last sum is over what the whole sum before it leads to."""
+    g = reduce_scatter(g, "mean")
+    u = g / (w.norm() + g.norm())
+    return all_gather(u * all_gather(u).sum())
+
+
+def whole_sums(context: Context) -> None:
+    """Whole sums of which one depends on another become those of slices, all in one operation."""
+    size, rank = context.world_size, context.rank
+    draw = torch.Generator().manual_seed(6)
+    parts = torch.randn(size, 50, generator=draw, dtype=torch.float64)
+    w = torch.randn(50, generator=draw, dtype=torch.float64)
+    u = parts.mean(0) / (w.norm() + parts.mean(0).norm())
+    with compiles(context):
+        before = done()
+        got = sums_of_sums.scheduled(FuseCollective())(parts[rank], w)
+        assert done() == before + 1
+    torch.testing.assert_close(got, u * u.sum(), rtol=1e-11, atol=1e-14)
+
+
 def clipping(context: Context) -> None:
     """Against torch's clip_grad_norm_ and SGD with momentum."""
     size, rank, numel = context.world_size, context.rank, 1003
