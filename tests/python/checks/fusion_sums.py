@@ -308,6 +308,19 @@ def whole_sums(context: Context) -> None:
     torch.testing.assert_close(got, u * u.sum(), rtol=1e-11, atol=1e-14)
 
 
+def number_over_a_slice(context: Context) -> None:
+    """A number is not written into an operand that the same phase still reads."""
+    g, w, m = torch.full((1,), 3.0), torch.ones(1), torch.full((1,), 10.0)
+    run = clipped.scheduled(FuseCollective())
+    with compiles(context):
+        new, moment, norm = run(g, w, m, lr=0.5, most=1e6)
+        before = done()
+        given, target = w.clone(), torch.empty(1)
+        run.into((given, target, m.view(())), g, given, m, lr=0.5, most=1e6)
+        assert done() == before + 1
+    assert torch.equal(given, new) and torch.equal(target, moment) and float(m) == float(norm)
+
+
 def clipping(context: Context) -> None:
     """Against torch's clip_grad_norm_ and SGD with momentum."""
     size, rank, numel = context.world_size, context.rank, 1003
