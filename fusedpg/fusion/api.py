@@ -389,7 +389,8 @@ class FusedFunction:
             values = self._signature.bind(args, kwargs)
             wrt = _requiring_grad(values) if torch.is_grad_enabled() and into is None else ()
             targets: Any = [into] if isinstance(into, torch.Tensor) else into
-            if targets is not None and any(not isinstance(t, torch.Tensor) for t in targets):
+            targets = None if targets is None else list(targets)
+            if any(not isinstance(t, torch.Tensor) for t in targets or ()):
                 targets = Targets(targets, ()).flat
             return self._tune(values, ranks, wrt, targets, seconds, again)
 
@@ -519,11 +520,11 @@ class FusedFunction:
             if name not in kwargs and name not in self._defaults:
                 raise TypeError(f"missing argument `{name}`")
             given.append(kwargs[name] if name in kwargs else self._defaults[name])
+        if len(args) + len(kwargs) > len(self._parameters) or len(given) > len(self._parameters):
+            raise TypeError("too many arguments, or one of another name")
         for place, value in enumerate(given):
             if isinstance(value, (list, tuple)):
                 given[place] = flat(self._parameters[place], value)
-        if len(args) + len(kwargs) > len(self._parameters) or len(given) > len(self._parameters):
-            raise TypeError("too many arguments, or one of another name")
         kinds = described(given)
         state = autocast_of(given)
         tensors, floats, ints, wrt = [], [], [], []
