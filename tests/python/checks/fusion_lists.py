@@ -118,6 +118,8 @@ def repeated(context: Context) -> None:
     memory, gradients = torch.zeros(10), torch.ones(10)
     adjacent, apart = [memory[:4], memory[4:].view(2, 3)], [torch.zeros(4), torch.zeros(2, 3)]
     gs = [gradients[:4], gradients[4:].view(2, 3)]
+    with compiles(context):
+        assert scaled.into(memory, gradients, memory, lr=0.0) is memory
     for ws in (adjacent, apart):
         with compiles(context):
             for _ in range(4):
