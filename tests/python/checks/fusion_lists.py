@@ -118,8 +118,10 @@ def repeated(context: Context) -> None:
     memory, gradients = torch.zeros(10), torch.ones(10)
     adjacent, apart = [memory[:4], memory[4:].view(2, 3)], [torch.zeros(4), torch.zeros(2, 3)]
     gs = [gradients[:4], gradients[4:].view(2, 3)]
+    alias = memory.detach()
     with compiles(context):
-        assert scaled.into(memory, gradients, memory, lr=0.0) is memory
+        for _ in range(3):
+            assert scaled.into(alias, gs=gradients, ws=memory, lr=0.0) is alias
     for ws in (adjacent, apart):
         with compiles(context):
             for _ in range(4):
