@@ -389,7 +389,8 @@ class FusedFunction:
             values = self._signature.bind(args, kwargs)
             wrt = _requiring_grad(values) if torch.is_grad_enabled() and into is None else ()
             targets: Any = [into] if isinstance(into, torch.Tensor) else into
-            if targets is not None and any(not isinstance(t, torch.Tensor) for t in targets):
+            targets = None if targets is None else list(targets)
+            if any(not isinstance(t, torch.Tensor) for t in targets or ()):
                 targets = Targets(targets, ()).flat
             return self._tune(values, ranks, wrt, targets, seconds, again)
 
@@ -519,11 +520,11 @@ class FusedFunction:
             if name not in kwargs and name not in self._defaults:
                 raise TypeError(f"missing argument `{name}`")
             given.append(kwargs[name] if name in kwargs else self._defaults[name])
+        if len(args) + len(kwargs) > len(self._parameters) or len(given) > len(self._parameters):
+            raise TypeError("too many arguments, or one of another name")
         for place, value in enumerate(given):
             if isinstance(value, (list, tuple)):
                 given[place] = flat(self._parameters[place], value)
-        if len(args) + len(kwargs) > len(self._parameters) or len(given) > len(self._parameters):
-            raise TypeError("too many arguments, or one of another name")
         kinds = described(given)
         state = autocast_of(given)
         tensors, floats, ints, wrt = [], [], [], []
@@ -603,10 +604,11 @@ class FusedFunction:
     ) -> Any:
         """`written`: what a call returns instead of the targets, and is done behind them."""
         # Of a tensor with a tangent an earlier call knows nothing.
-        if not async_op and stages is None and forward_ad._current_level < 0:
+        ordinary = written is None and stages is None and forward_ad._current_level < 0
+        if ordinary and not async_op:
             known = self._earlier.repeat(group, args, kwargs, targets or ())
             if known is not None:
-                return known if written is None else written()
+                return known
         before = shared_errors()
         try:
             values, ranks, wrt, plan, program = self._prepared(args, kwargs, group, targets)
@@ -634,7 +636,7 @@ class FusedFunction:
         if async_op:
             return pending
         result = pending.wait()
-        if plan is None and not program.messages:
+        if plan is None and written is None and not program.messages:
             self._earlier.add(call, values)
         return result
 

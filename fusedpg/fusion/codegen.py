@@ -204,6 +204,8 @@ class _Writer:
             self._loads[node] = self._sum(node)
             return
         value = node.operands[0] if node.op == "slice" and node in self._inside else node
+        if self._of_inside(node):
+            raise Unsupported("a slice of what is gathered")
         if not value.shape and node.op != "slice":
             self._load_one(node, self._operand(value, AS_IS))
             return
@@ -220,6 +222,10 @@ class _Writer:
             self._materialised.add(node)
             value, kind = node, PART
         self._load_slice(node, self._operand(value, kind))
+
+    def _of_inside(self, node: Node) -> bool:
+        """Whether it is a slice of a value of the group."""
+        return node.op == "slice" and node.operands[0] in self._inside
 
     def _load_one(self, node: Node, place: int) -> None:
         """A value without dimensions, once."""

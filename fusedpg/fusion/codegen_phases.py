@@ -69,6 +69,7 @@ class _PhaseWriter(_Writer):
             fits = all(x.scalar or self._single(x) for x in node.operands)
         else:
             fits = node.pointwise and node.layout == SHARD and node.shape == domain
+            fits &= self._alias(node) or not self._of_inside(node)
         if not fits:
             raise Unsupported(f"`{node.op}` beside a sum over the ranks")
 
@@ -82,7 +83,7 @@ class _PhaseWriter(_Writer):
 
     def _alias(self, node: Node) -> bool:
         """A slice of one number is that number."""
-        return node.op == "slice" and node.operands[0] in self._inside
+        return self._of_inside(node) and self._single(node.operands[0])
 
     def _sums(self, phase: int) -> list[Node]:
         return [x for x in self._nodes if x.op in LOCAL_REDUCTIONS and self._phase[x] == phase]

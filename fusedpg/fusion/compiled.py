@@ -165,6 +165,8 @@ class Kernel:
             value = None if argument.scalar else call.slots[number[argument]]
             if value is None or not spans.overlap(value, target):
                 continue
+            if phases.single and phases.single[at]:
+                return None  # it is written before the elements are read
             # It may be what is read element by element, by nobody else.
             same = (
                 value.data_ptr() == target.data_ptr()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
+from torch.autograd import forward_ad
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from fusedpg.fusion.places import has_memory, overlap, refuse, span
@@ -17,18 +18,27 @@ def flat(name: str, tensors: Sequence[Any]) -> torch.Tensor:
     Raises:
         TypeError: for what is no list of ordinary tensors of one type.
     """
-    _check(name, tensors)
-    if torch.compiler.is_compiling():
-        return torch.cat([t.reshape(-1) for t in tensors])
-    whole = None if torch.is_grad_enabled() and _differs(tensors) else _adjacent(tensors)
+    _check(name, tensors, arriving=True)
+    whole = None
+    # A view of the memory would have no derivatives.
+    if not torch.compiler.is_compiling() and not _differs(tensors) and not _has_tangent(tensors):
+        whole = _adjacent(tensors)
     return torch.cat([t.reshape(-1) for t in tensors]) if whole is None else whole
 
 
 def _differs(tensors: Sequence[torch.Tensor]) -> bool:
-    return any(t.requires_grad for t in tensors)
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
-def _check(name: str, tensors: Sequence[Any]) -> None:
+def _has_tangent(tensors: Sequence[torch.Tensor]) -> bool:
+    if forward_ad._current_level < 0:
+        return False
+    return any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+
+
+def _check(name: str, tensors: Sequence[Any], *, arriving: bool = False) -> None:
+    """`arriving`: they may be results of collectives that are under way."""
+
     def fail(reason: str) -> NoReturn:
         raise TypeError(f"`{name}` is a list of tensors, which are one long tensor: {reason}")
 
@@ -37,8 +47,8 @@ def _check(name: str, tensors: Sequence[Any]) -> None:
     for number, t in enumerate(tensors):
         if not isinstance(t, torch.Tensor):
             fail(f"element {number} is a {type(t).__name__}")
-        traced = torch.compiler.is_compiling() or isinstance(t, AsyncCollectiveTensor)
-        if not traced and not has_memory(t):
+        waits = arriving and isinstance(t, AsyncCollectiveTensor)
+        if not torch.compiler.is_compiling() and not waits and not has_memory(t):
             refuse(f"{name}[{number}]", t)
         if t.dtype != tensors[0].dtype or t.device != tensors[0].device:
             fail(
@@ -54,9 +64,10 @@ def _adjacent(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     for t in tensors:
         if isinstance(t, AsyncCollectiveTensor) or t.is_neg() or not t.is_contiguous():
             return None
+        own = t.untyped_storage()._cdata
         if storage is None:
-            storage, at = t.untyped_storage().data_ptr(), int(t.storage_offset())
-        elif t.untyped_storage().data_ptr() != storage or t.storage_offset() != at:
+            storage, at = own, int(t.storage_offset())
+        elif own != storage or t.storage_offset() != at:
             return None
         at += t.numel()
     with torch.no_grad():
@@ -104,6 +115,8 @@ class Targets:
                 for t, part in zip(target, parts):
                     if t.data_ptr() != part.data_ptr() or not t.is_contiguous():
                         t.copy_(part.view(t.shape))
+                    elif not t.is_inference():  # autograd sees that it has changed
+                        torch.autograd.graph.increment_version(t)
         return tuple(self._targets)
 
 
@@ -113,7 +126,7 @@ def _same(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bo
 
 def _check_written(tensors: Sequence[torch.Tensor]) -> None:
     """Targets have memory of their own, and no gradient is lost."""
-    if torch.is_grad_enabled() and _differs(tensors):
+    if _differs(tensors):
         raise RuntimeError("a target requires grad: call it under torch.no_grad()")
     behind: list[torch.Tensor] = []
     for t in sorted(tensors, key=span):

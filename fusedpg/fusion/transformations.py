@@ -507,7 +507,8 @@ class FuseCollective(Transformation):
             self.refuse("the program has no reduce_scatter: Split comes first")
         if len(found) > 1:
             self.refuse("several reduce_scatters: name one", found[1])
-        scatter = found[0]
+        program = _without_slices_of_gathered(program)
+        (scatter,) = self._all(program, "reduce_scatter")
         inside = {scatter}
         for node in program.nodes:
             if not any(
@@ -539,9 +540,9 @@ class FuseCollective(Transformation):
                 and node not in program.outputs
             ):
                 inside.add(node)
-        wholes = self._wholes(program, scatter, inside) if sums else []
-        if wholes:
-            return self.apply(_on_slices(program, wholes))
+        whole = self._whole(program, scatter, inside) if sums else None
+        if whole is not None:
+            return self.apply(_on_slices(program, whole))
         between = escape(frozenset(inside), program)
         if between is not None:
             self.refuse("a cycle: this lies between operations of the group", between)
@@ -553,12 +554,12 @@ class FuseCollective(Transformation):
         return _with_groups(self, program, [Group("collective", frozenset(inside))])
 
     @staticmethod
-    def _wholes(program: Program, scatter: Node, inside: set[Node]) -> list[Node]:
-        """Reductions of whole values that the group alone uses.
+    def _whole(program: Program, scatter: Node, inside: set[Node]) -> Node | None:
+        """The first reduction of a whole value that the group alone uses.
 
         As ranks exchange numbers anyway, each reduces its slice.
         """
-        return [
+        found = (
             node
             for node in program.nodes
             if node.op in REDUCTIONS
@@ -568,7 +569,8 @@ class FuseCollective(Transformation):
             and node.operands[0].shape == scatter.shape
             and node not in program.outputs
             and inside.issuperset(program.users[node])
-        ]
+        )
+        return next(found, None)
 
     @staticmethod
     def _behind(node: Node, inside: set[Node]) -> bool:
@@ -581,8 +583,28 @@ class FuseCollective(Transformation):
         return not node.layout.parted and all(map(_single, taken))
 
 
-def _on_slices(program: Program, wholes: Collection[Node]) -> Program:
-    """The program whose reductions of whole values are those of slices and an all_reduce."""
+def _without_slices_of_gathered(program: Program) -> Program:
+    """The program in which a slice of what slices were gathered to is the slice itself.
+
+    A fused collective that gathers a value has it whole only behind it.
+    """
+    if program.groups:
+        return program
+
+    def change(node: Node, operands: tuple[Node, ...]) -> Node | None:
+        if not operands or operands[0].op != "all_gather" or not _slices(node, operands[0]):
+            return None
+        (part,) = operands[0].operands
+        return part if part.layout == SHARD else None
+
+    return rewrite(program, change)
+
+
+def _on_slices(program: Program, whole: Node) -> Program:
+    """The program whose reduction of a whole value is that of slices and an all_reduce.
+
+    Of one, as what others become may be among what its slices are computed from.
+    """
     names = Names(node.name for node in program.nodes)
     slices = {x.operands[0]: x for x in program.nodes if x.operands and _slices(x, x.operands[0])}
     gathered = {x: x.operands[0] for x in program.nodes if x.op == "all_gather"}
@@ -605,15 +627,15 @@ def _on_slices(program: Program, wholes: Collection[Node]) -> Program:
             slices[value] = sliced
         return slices[value]
 
-    # Before anything is replaced, so that parts are of the program's own nodes.
-    parts = {x: part(x.operands[0], x.operands[0].shape, 1) for x in wholes}
+    (value,) = whole.operands
+    summed = part(value, value.shape, 1)
 
     def change(node: Node, operands: tuple[Node, ...]) -> Node | None:
-        if node not in parts:
+        if node is not whole:
             return None
         name = names.new(f"{node.name}_local")
         local = dataclasses.replace(
-            node, op=f"local_{node.op}", operands=(parts[node],), layout=PARTIAL, name=name
+            node, op=f"local_{node.op}", operands=(summed,), layout=PARTIAL, name=name
         )
         attributes = (("op", node.op),)
         return dataclasses.replace(node, op="all_reduce", operands=(local,), attributes=attributes)

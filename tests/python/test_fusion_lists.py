@@ -32,6 +32,15 @@ def test_random_lists_between_hosts() -> None:
         harness.pool_of_hosts("two and one").run(fusion_lists.randomly, seed)
 
 
+def test_repeated_calls() -> None:
+    harness.pool(2).run(fusion_lists.repeated)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_derivatives(world_size: int) -> None:
+    harness.pool(world_size).run(fusion_lists.derivatives)
+
+
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_gradients(world_size: int) -> None:
     harness.pool(world_size).run(fusion_lists.gradients)

@@ -59,6 +59,20 @@ def test_operands_that_are_read_later(world_size: int) -> None:
     harness.pool(world_size).run(fusion_sums.read_later)
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_gathered_again(world_size: int) -> None:
+    harness.pool(world_size).run(fusion_sums.gathered_again)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_whole_sums(world_size: int) -> None:
+    harness.pool(world_size).run(fusion_sums.whole_sums)
+
+
+def test_number_over_a_slice() -> None:
+    harness.pool(1).run(fusion_sums.number_over_a_slice)
+
+
 @pytest.mark.parametrize("world_size", SIZES)
 def test_clipping(world_size: int) -> None:
     harness.pool(world_size).run(fusion_sums.clipping)

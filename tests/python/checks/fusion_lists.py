@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd import forward_ad
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 import fusedpg
 from checks.compiled import compiles
@@ -111,6 +113,53 @@ def randomly(context: Context, seed: int) -> None:
         assert not torch.equal(other[-1], ws[-1])
 
 
+def repeated(context: Context) -> None:
+    """A later call returns what the first one did, in one storage as elsewhere."""
+    memory, gradients = torch.zeros(10), torch.ones(10)
+    adjacent, apart = [memory[:4], memory[4:].view(2, 3)], [torch.zeros(4), torch.zeros(2, 3)]
+    gs = [gradients[:4], gradients[4:].view(2, 3)]
+    alias = memory.detach()
+    with compiles(context):
+        for _ in range(3):
+            assert scaled.into(alias, gs=gradients, ws=memory, lr=0.0) is alias
+    for ws in (adjacent, apart):
+        with compiles(context):
+            for _ in range(4):
+                assert scaled.into((ws,), gs, ws, lr=0.0) is ws
+            assert scaled.into((ws,), gs, ws, lr=0.0, async_op=True).wait() is ws
+
+
+def derivatives(context: Context) -> None:
+    """Autograd sees what is written in place, and a tangent is refused in any element."""
+    memory = torch.zeros(10)
+    adjacent = [memory[:4], memory.data[4:].view(2, 3)]
+    gs = [torch.ones(4), torch.ones(2, 3)]
+    for ws in (adjacent, [torch.zeros(4), torch.zeros(2, 3)]):
+        before = [t._version for t in ws]
+        with compiles(context):
+            scaled.into((ws,), gs, ws, lr=0.5)
+        assert all(t._version > version for t, version in zip(ws, before))
+    with torch.inference_mode(), compiles(context):
+        inner = torch.zeros(10)
+        views = [inner[:4], inner[4:]]
+        scaled.into((views,), gs, views, lr=0.5)
+        assert float(inner[9]) == 0.5 * context.world_size
+    # Two storages in one memory, of which the first one is shorter, are not one.
+    buffer = bytearray(40)
+    shared = [torch.frombuffer(buffer, dtype=torch.float32, count=4)]
+    shared.append(torch.frombuffer(buffer, dtype=torch.float32)[4:].view(2, 3))
+    with compiles(context):
+        scaled.into((shared,), gs, shared, lr=0.5)
+    expected = torch.full((10,), 0.5 * context.world_size)
+    assert torch.equal(torch.frombuffer(buffer, dtype=torch.float32), expected)
+    with forward_ad.dual_level():
+        dual = [memory[:4], forward_ad.make_dual(memory[4:], torch.ones(6))]
+        with refused("`ws` has a tangent", NotImplementedError):
+            scaled(gs, dual, lr=0.5)
+        with refused("`ws` has a tangent", NotImplementedError):
+            scaled.into((adjacent,), gs, dual, lr=0.5)
+
+
 def gradients(context: Context) -> None:
     """Every tensor of a list gets its own."""
     size, rank = context.world_size, context.rank
@@ -147,7 +196,7 @@ def other_uses(context: Context) -> None:
     run = fused.scheduled(fusedpg.fusion.Split(), fusedpg.fusion.Reorder(), FuseCollective())
     with compiles(context):
         assert 'extern "C"' in run.generated(gs, ws, lr=0.5)
-        assert "FuseCollective" in str(fused.tune(gs, ws, lr=0.5, into=(ws,)))
+        assert "FuseCollective" in str(fused.tune(gs, ws, lr=0.5, into=(t for t in (ws,))))
         assert float(ws[1][0, 0]) == 1
         expected = run(gs, ws, lr=0.5)
 
@@ -156,7 +205,14 @@ def other_uses(context: Context) -> None:
 
         compiled = torch.compile(model, backend="eager", fullgraph=True)(gs, ws)
         torch.testing.assert_close(compiled, expected + 1)
+        with refused("too many arguments", Exception):
+            torch.compile(lambda: fused(gs, ws, 0.5, [gs[0]]), backend="eager", fullgraph=True)()
         run.into((ws,), gs, ws, lr=0.5)
+        # One that is on its way may be given, and not be written.
+        coming = AsyncCollectiveTensor(ws[1])
+        assert torch.equal(run(gs, [ws[0], coming], lr=0.0), run(gs, ws, lr=0.0))
+        with refused("`target 0[1]` is a AsyncCollectiveTensor", TypeError):
+            run.into(([ws[0], coming],), gs, ws, lr=0.5)
     torch.testing.assert_close(torch.cat([w.reshape(-1) for w in ws]), expected)
 
 

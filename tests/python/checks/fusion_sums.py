@@ -20,6 +20,7 @@ from checks.refused import refused
 from fusedpg.fusion import (
     AsShard,
     FuseCollective,
+    FuseCompute,
     Partial,
     Reorder,
     Replicate,
@@ -243,6 +244,81 @@ def read_later(context: Context) -> None:
         assert done() == before + 1
     for got, wanted in zip((m, w, other), expected):
         assert torch.equal(got, wanted)
+
+
+def _again(g: Partial) -> tuple[Replicate, Shard]:
+    u = reduce_scatter(g, "mean")
+    u = u / (u.norm() + 1)
+    p = all_gather(u)
+    return p, p * u
+
+
+def _again_without_sum(g: Partial) -> tuple[Replicate, Shard]:
+    u = 2 * reduce_scatter(g, "mean")
+    p = all_gather(u)
+    return p, p * u
+
+
+def gathered_again(context: Context) -> None:
+    """A slice of what the collective gathers is what it gathers, in every schedule."""
+    size, rank = context.world_size, context.rank
+    parts = torch.randn(size, 50, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    for function in (_again, _again_without_sum):
+        fused = fusedpg.fuse(function)
+        u = parts.mean(0)
+        u = 2 * u if function is _again_without_sum else u / (u.norm() + 1)
+        titles = set()
+        for schedule in fused.schedules(parts[rank]):
+            titles.add(schedule.title)
+            with compiles(context):
+                whole, part = fused.scheduled(*schedule.transformations)(parts[rank])
+            torch.testing.assert_close(whole, u, rtol=1e-12, atol=0)
+            torch.testing.assert_close(part, shard(u * u, size, rank), rtol=1e-12, atol=0)
+        assert "AsShard(), FuseCollective()" in titles
+        with compiles(context):
+            run = fused.scheduled(AsShard(), FuseCollective())
+            before = done()
+            run(parts[rank])
+            assert done() == before + 1
+            # A group is fixed before the slice is seen.
+            run = fused.scheduled(AsShard(), FuseCompute(), FuseCollective())
+            torch.testing.assert_close(run(parts[rank])[0], u, rtol=1e-12, atol=0)
+            fused(parts[rank])
+
+
+@fusedpg.fuse
+def sums_of_sums(g: Partial, w: Replicate):
+    """The last sum is over what the whole sum before it leads to."""
+    g = reduce_scatter(g, "mean")
+    u = g / (w.norm() + g.norm())
+    return all_gather(u * all_gather(u).sum())
+
+
+def whole_sums(context: Context) -> None:
+    """Whole sums of which one depends on another become those of slices, all in one operation."""
+    size, rank = context.world_size, context.rank
+    draw = torch.Generator().manual_seed(6)
+    parts = torch.randn(size, 50, generator=draw, dtype=torch.float64)
+    w = torch.randn(50, generator=draw, dtype=torch.float64)
+    u = parts.mean(0) / (w.norm() + parts.mean(0).norm())
+    with compiles(context):
+        before = done()
+        got = sums_of_sums.scheduled(FuseCollective())(parts[rank], w)
+        assert done() == before + 1
+    torch.testing.assert_close(got, u * u.sum(), rtol=1e-11, atol=1e-14)
+
+
+def number_over_a_slice(context: Context) -> None:
+    """A number is not written into an operand that the same phase still reads."""
+    g, w, m = torch.full((1,), 3.0), torch.ones(1), torch.full((1,), 10.0)
+    run = clipped.scheduled(FuseCollective())
+    with compiles(context):
+        new, moment, norm = run(g, w, m, lr=0.5, most=1e6)
+        before = done()
+        given, target = w.clone(), torch.empty(1)
+        run.into((given, target, m.view(())), g, given, m, lr=0.5, most=1e6)
+        assert done() == before + 1
+    assert torch.equal(given, new) and torch.equal(target, moment) and float(m) == float(norm)
 
 
 def clipping(context: Context) -> None:
