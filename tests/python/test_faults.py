@@ -23,7 +23,7 @@ SEQUENCE = re.compile(r"seq\w*( number)?\W*\d+|#\d+", re.IGNORECASE)
 
 def wait_for(workers: harness.Workers, name: str, ranks: list[int]) -> None:
     """Waits until ranks have marked that they are under way."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not all((workers.scratch / f"{name}{rank}").exists() for rank in ranks):
         assert time.monotonic() < deadline, f"no {name} from {ranks}"
         time.sleep(0.005)
