@@ -282,7 +282,7 @@ TEST(transport_half_a_message_is_of_the_first_receive) {
       store.set("half", "");
       CHECK(failure_of([&] {
               first->wait(Deadline(kLong / 2));
-            }).kind == ErrorKind::kMismatch);
+            }).kind == ErrorKind::kSystem);
     }
     store.meet("compared", 2);
   });
