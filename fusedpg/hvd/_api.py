@@ -1,8 +1,6 @@
 """The names of `fusedpg.hvd` that need torch: the first of them that a program uses loads all."""
 # ruff: noqa: F401
 
-from types import ModuleType as _ModuleType
-
 from fusedpg.hvd import compression, elastic, exceptions, functions, optimizer, sync_batch_norm
 from fusedpg.hvd._basics import (
     ProcessSet,
@@ -78,9 +76,75 @@ from fusedpg.hvd.functions import (
 from fusedpg.hvd.optimizer import DistributedOptimizer
 from fusedpg.hvd.sync_batch_norm import SyncBatchNorm
 
-# The modules are attributes, too, but `import *` takes none of them except `elastic`.
-__all__ = sorted(
-    name
-    for name, value in globals().items()
-    if not name.startswith("_") and (value is elastic or not isinstance(value, _ModuleType))
-)
+# Written out, as type checkers read no other list.
+__all__ = [
+    "Adasum",
+    "Average",
+    "Compression",
+    "DistributedOptimizer",
+    "HorovodInternalError",
+    "HostsUpdatedInterrupt",
+    "Max",
+    "Min",
+    "ProcessSet",
+    "Product",
+    "Sum",
+    "SyncBatchNorm",
+    "add_process_set",
+    "allgather",
+    "allgather_async",
+    "allgather_object",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "elastic",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "join",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "poll",
+    "rank",
+    "reducescatter",
+    "reducescatter_async",
+    "remove_process_set",
+    "rocm_built",
+    "shutdown",
+    "size",
+    "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
+    "synchronize",
+]

@@ -109,7 +109,7 @@ def broadcast_optimizer_state(
     if hasattr(optimizer, "_hvd_broadcast_state"):  # fused=True, whose state is in slices
         optimizer._hvd_broadcast_state(root_rank)
         return
-    own = optimizer.state_dict()
+    own = _plain(optimizer.state_dict())
     if not own["state"]:
         # Horovod's step leaves gradients of zeros, which programs may read afterwards.
         for param in itertools.chain(*(group["params"] for group in optimizer.param_groups)):
@@ -118,9 +118,11 @@ def broadcast_optimizer_state(
     tensors: list[tuple[str, Tensor]] = []
     is_root = rank() == root_rank
     # Every rank has tensors of the root's shapes and types: the root its own, the others new ones.
-    outline = broadcast_object(tree_map_only(Tensor, _Hole, own), root_rank, "optimizer")
-    own_leaves = tree_leaves(own) if is_root else itertools.repeat(None)
-    leaves, structure = tree_flatten_with_path(outline)
+    outline = broadcast_object(
+        tree_map_only(Tensor, _Hole, own, is_leaf=_is_leaf), root_rank, "optimizer"
+    )
+    own_leaves = tree_leaves(own, is_leaf=_is_leaf) if is_root else itertools.repeat(None)
+    leaves, structure = tree_flatten_with_path(outline, is_leaf=_is_leaf)
     values = []
     for (path, leaf), own_leaf in zip(leaves, own_leaves):
         if isinstance(leaf, _Hole):
@@ -131,6 +133,17 @@ def broadcast_optimizer_state(
     if not is_root:
         # Without the class's own: a wrapped optimizer's handles are not concerned.
         torch.optim.Optimizer.load_state_dict(optimizer, tree_unflatten(values, structure))
+
+
+def _plain(value: object) -> Any:
+    """A state whose dictionaries are plain: a class of somebody's own may not travel."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return type(value)(map(_plain, value)) if type(value) in (list, tuple) else value  # type: ignore[call-arg, call-overload]
+
+
+def _is_leaf(value: object) -> bool:
+    return type(value) not in (dict, list, tuple)
 
 
 class _Hole:

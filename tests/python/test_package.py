@@ -6,6 +6,7 @@ import ast
 import copy
 import ctypes
 import datetime
+import importlib
 import os
 import re
 import shutil
@@ -380,6 +381,14 @@ def test_public_names() -> None:
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
     )
     assert sorted(typed) == fusedpg.__all__
+    api = importlib.import_module("fusedpg.hvd._api")
+    public = {
+        name
+        for name, value in vars(api).items()
+        if not name.startswith("_")
+        and (name == "elastic" or not isinstance(value, types.ModuleType))
+    }
+    assert set(api.__all__) == public
 
 
 def test_other_devices_are_refused(pair: harness.Workers) -> None:
