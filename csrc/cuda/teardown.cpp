@@ -262,7 +262,8 @@ void CudaEngine::bury() {
   remains->memory_stream = std::move(memory_stream_);
   remains->compute = std::move(compute_);
   remains->wire_stream = std::move(wire_stream_);
-  if (!quiet_ || left_behind_) {
+  // The ring's call that was left behind launches on these streams.
+  if (!quiet_ || (left_behind_ && ring_)) {
     leak(remains);
   } else {
     // Graphs may hold kernels for longer. Where ranks share them, whoever ends the
@@ -277,9 +278,10 @@ void CudaEngine::bury() {
     if (direct_ != nullptr) {
       cuda_.direct_destroy(direct_, nullptr);
     }
-    // Older ones leave a window mapped that was not let go of.
-    const bool mapped = window_ != nullptr && nccl_.version < kUnmapsWindows;
-    if (arena_ != nullptr && !mapped) {
+    // Older ones leave a window mapped that graphs kept from being let go of.
+    const bool mapped =
+        window_ != nullptr && ever_captured_ && nccl_.version < kUnmapsWindows;
+    if (arena_ != nullptr && !mapped && !left_behind_) {
       nccl_.mem_free(arena_);
     }
   }
