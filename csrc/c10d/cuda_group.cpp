@@ -9,6 +9,7 @@
 #include "c10d/delegate.hpp"
 #include "c10d/delegate_carrier.hpp"
 #include "c10d/errors.hpp"
+#include "c10d/gil.hpp"
 #include "c10d/store_rendezvous.hpp"
 #include "c10d/work_cuda.hpp"
 #include "cuda/block_list.hpp"
@@ -24,6 +25,7 @@ struct Region {
   const CudaGroup* group = nullptr;
   c10::intrusive_ptr<c10d::Backend> delegate;
   std::optional<CudaOrder::Place> place;
+  std::shared_ptr<void> token; // the group knows by it that this lives
 };
 thread_local Region region;
 
@@ -56,7 +58,14 @@ void end_within(
   std::future<void> ended = task.get_future();
   std::thread(std::move(task)).detach();
   if (ended.wait_for(patience) == std::future_status::ready) {
-    ended.get();
+    try {
+      ended.get();
+    } catch (const std::exception& error) {
+      log_once(formatted(
+          "the end of a group's ordinary collectives of CUDA tensors raised: "
+          "{}",
+          one_line(error)));
+    }
   } else {
     log_once(
         "an ordinary collective of CUDA tensors does not come to an end with "
@@ -128,11 +137,42 @@ CudaGroup::BackendPtr CudaGroup::delegate_locked() {
   if (auto made = made_delegate()) {
     return made;
   }
+  // A client of its own: it holds it while it waits for rank 0's NCCL, and by
+  // the other one ranks tell their failures meanwhile.
   auto made = make_delegate_(
       c10::make_intrusive<c10d::PrefixStore>(
-          "fusedpg-cuda", spans_hosts_ ? own_client(store_) : store_));
+          "fusedpg-cuda", own_client(store_)));
   std::lock_guard<std::mutex> lock(made_mutex_);
   return delegate_ = made;
+}
+
+void CudaGroup::check_left_behind() {
+  std::lock_guard<std::mutex> lock(made_mutex_);
+  if (!left_behind_.empty()) {
+    fail(
+        ErrorKind::kSystem,
+        "fused: an earlier start of the CUDA engine has left a call inside "
+        "NCCL, which may use the group's communicator at any time; destroy "
+        "the group and make another one ({})",
+        left_behind_);
+  }
+}
+
+void CudaGroup::check_not_ending() const {
+  if (ending_) {
+    fail(
+        ErrorKind::kAborted,
+        "fused: the group was aborted or destroyed on rank {}",
+        rank_);
+  }
+}
+
+// What the delegate holds back is its own, not the thread's.
+void CudaGroup::check_coalescer() const {
+  TORCH_CHECK_VALUE(
+      holds_back() || held_back_.expired(),
+      "fused: an operation on a GPU was called while another thread coalesces "
+      "operations of the same group; call it before or after them");
 }
 
 std::shared_ptr<CudaEngine> CudaGroup::engine_for(
@@ -151,6 +191,7 @@ std::shared_ptr<CudaEngine> CudaGroup::engine_for(
     return made;
   }
   check_not_held_back();
+  check_coalescer();
   if (!pretend_) {
     TORCH_CHECK_VALUE(
         !streams.capturing(),
@@ -163,14 +204,8 @@ std::shared_ptr<CudaEngine> CudaGroup::engine_for(
           formatted("fusedpg-engine/{}", attempts_), store_));
   const auto made = translate([&] {
     try {
-      if (!left_behind_.empty()) {
-        fail(
-            ErrorKind::kSystem,
-            "fused: an earlier start of the CUDA engine has left a call inside "
-            "NCCL, which may use the group's communicator at any time; destroy "
-            "the group and make another one ({})",
-            left_behind_);
-      }
+      check_not_ending();
+      check_left_behind();
       const cuda::CudaApi& cuda = cuda_api();
       const cuda::NcclApi& nccl = cuda::load_nccl_api(settings_.nccl_lib);
       return std::make_shared<CudaEngine>(
@@ -182,7 +217,12 @@ std::shared_ptr<CudaEngine> CudaGroup::engine_for(
           settings_,
           spans_hosts_,
           store,
-          check_peers_,
+          [this](const std::string& what) {
+            if (!engine()) { // nothing but this ends a start
+              check_not_ending();
+            }
+            check_peers_(what);
+          },
           Deadline(timeout),
           size_ == 1 ? nullptr
                      : std::make_unique<DelegateCarrier>(
@@ -190,6 +230,7 @@ std::shared_ptr<CudaEngine> CudaGroup::engine_for(
           allocator(streams));
     } catch (const std::exception& error) {
       if (dynamic_cast<const cuda::CallLeftBehind*>(&error) != nullptr) {
+        std::lock_guard<std::mutex> lock(made_mutex_);
         left_behind_ = one_line(error);
       }
       const auto* known = dynamic_cast<const Error*>(&error);
@@ -250,13 +291,19 @@ WorkPtr CudaGroup::delegated(
     bool coalescing,
     Delegated call) {
   std::lock_guard<std::mutex> lock(mutex_);
+  check_coalescer();
+  translate([&] {
+    check_not_ending();
+    check_left_behind();
+  });
   const auto delegate = delegate_locked();
   const auto engine = this->engine();
   const CudaStreams streams(tensor.device(), pretend_);
   coalescing = coalescing && delegate->supportsCoalescing();
   if (coalescing && region.group != this) {
     delegate->startCoalescing();
-    region = {this, delegate, std::nullopt};
+    region = {this, delegate, std::nullopt, std::make_shared<bool>()};
+    held_back_ = region.token;
   }
   if (pretend_) {
     if (engine) {
@@ -343,7 +390,11 @@ WorkPtr CudaGroup::submit(
     // Behind the delegated collectives so far.
     std::lock_guard<std::mutex> lock(mutex_);
     check_not_held_back();
+    check_coalescer();
     const auto engine = engine_for(tensor, timeout);
+    if (!engine->failed()) { // which says more
+      translate([&] { check_not_ending(); });
+    }
     Operations operations = translate([&] {
       const cuda::Stream current =
           pretend_ ? streams.current() : order_.before_fused(streams, *engine);
@@ -432,7 +483,9 @@ bool CudaGroup::capturing(const at::Tensor& tensor) {
 }
 
 CudaGroup::BackendPtr CudaGroup::delegate() {
+  const ReleaseGil release; // who holds the lock may need it
   std::lock_guard<std::mutex> lock(mutex_);
+  translate([&] { check_left_behind(); });
   return delegate_locked();
 }
 
@@ -477,17 +530,33 @@ std::optional<at::Tensor> CudaGroup::allocate(
   return tensor;
 }
 
+void CudaGroup::end_delegate(void (c10d::Backend::*end)()) {
+  BackendPtr made;
+  bool left_behind = false;
+  {
+    std::lock_guard<std::mutex> lock(made_mutex_);
+    made = delegate_;
+    left_behind = !left_behind_.empty();
+  }
+  if (made && left_behind) {
+    // That call would use a communicator that was freed.
+    CudaEngine::leak(std::make_shared<BackendPtr>(made));
+  } else if (made) {
+    end_within(kDelegateEnd, made, end, engine());
+  }
+}
+
 void CudaGroup::abort() {
+  ending_ = true;
   // Not under the lock, which a call that hangs may hold.
   if (const auto engine = this->engine()) {
     engine->abort(formatted("fused: the group was aborted on rank {}", rank_));
   }
-  if (const auto delegate = made_delegate()) {
-    end_within(kDelegateEnd, delegate, &c10d::Backend::abort, engine());
-  }
+  end_delegate(&c10d::Backend::abort);
 }
 
 void CudaGroup::shutdown(std::chrono::milliseconds timeout) {
+  ending_ = true;
   const Deadline deadline(timeout);
   std::unique_lock<std::mutex> lock(mutex_, std::defer_lock);
   if (!lock_within(lock, deadline)) {
@@ -499,16 +568,13 @@ void CudaGroup::shutdown(std::chrono::milliseconds timeout) {
   if (engine) {
     engine->shutdown(deadline);
   }
-  if (const auto made = made_delegate()) {
-    // A shutdown of NCCL would wait for a peer that never comes.
-    const bool ended = left_behind_.empty() && order_.ended(deadline) &&
-        !(engine && engine->failed());
-    end_within(
-        kDelegateEnd,
-        made,
-        ended ? &c10d::Backend::shutdown : &c10d::Backend::abort,
-        engine);
+  // A shutdown of NCCL would wait for a peer that never comes.
+  bool ended = false;
+  try {
+    ended = !(engine && engine->failed()) && order_.ended(deadline);
+  } catch (const std::exception&) { // of a GPU that has failed
   }
+  end_delegate(ended ? &c10d::Backend::shutdown : &c10d::Backend::abort);
   order_ = {};
 }
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -109,6 +110,10 @@ class CudaGroup {
       const at::Tensor& tensor,
       std::chrono::milliseconds timeout);
   BackendPtr delegate_locked();
+  void check_left_behind();
+  void check_not_ending() const;
+  void check_coalescer() const;
+  void end_delegate(void (c10d::Backend::*end)());
   using Operations = std::vector<std::shared_ptr<cuda::Operation>>;
   using Enqueue = std::function<
       Operations(cuda::CudaEngine&, const cuda::CudaEngine::Submission&)>;
@@ -136,12 +141,15 @@ class CudaGroup {
   CudaOrder order_;
   // To make the engine. Where one rank fails all do, so they count alike.
   int attempts_ = 0;
-  // How one has left a call inside NCCL: there are no more attempts.
-  std::string left_behind_;
+  std::weak_ptr<void> held_back_; // lives while a thread coalesces
 
-  std::mutex made_mutex_; // of these pointers; taken inside the others
+  std::atomic<bool> ending_{false};
+
+  std::mutex made_mutex_; // of these; taken inside the others
   BackendPtr delegate_;
   std::shared_ptr<cuda::CudaEngine> engine_;
+  // How a start has left a call inside NCCL: nobody uses the delegate any more.
+  std::string left_behind_;
 };
 
 } // namespace fusedpg

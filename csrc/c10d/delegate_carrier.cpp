@@ -1,7 +1,5 @@
 #include "c10d/delegate_carrier.hpp"
 
-#include <optional>
-
 #include <c10/core/DeviceGuard.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -49,7 +47,17 @@ DelegateCarrier::DelegateCarrier(
     : delegate_(std::move(delegate)),
       streams_(streams),
       cuda_(cuda),
-      size_(static_cast<size_t>(delegate_->getSize())) {}
+      size_(static_cast<size_t>(delegate_->getSize())) {
+  // Before other ranks wait for this one: there may be no memory.
+  const cuda::RelaxedCapture relaxed(cuda_);
+  std::optional<CudaStreams::Scope> scope;
+  if (!streams_.pretend()) {
+    first_stream_ = streams_.from_pool(); // lives longer than this engine
+    scope.emplace(streams_, *first_stream_);
+  }
+  first_byte_ = at::empty(
+      {1}, at::TensorOptions().dtype(at::kByte).device(streams_.device()));
+}
 
 at::Tensor DelegateCarrier::view(
     const void* data,
@@ -69,6 +77,7 @@ void DelegateCarrier::guarded(
   } catch (const Error&) {
     throw;
   } catch (const std::exception& error) {
+    lost_ = true; // torch ends it where a wait() is late, too
     watch_(); // what the engine knows of the cause says more
     fail(
         ErrorKind::kSystem,
@@ -122,11 +131,8 @@ void DelegateCarrier::connect() {
   if (nccl_comm() != nullptr) {
     return;
   }
-  std::optional<c10::Stream> stream;
-  if (!streams_.pretend()) {
-    stream = streams_.from_pool(); // lives longer than this engine
-  }
-  const auto call = [stream,
+  const auto call = [stream = first_stream_,
+                     byte = first_byte_,
                      delegate = delegate_,
                      streams = streams_,
                      &cuda = cuda_] {
@@ -136,8 +142,7 @@ void DelegateCarrier::connect() {
     if (stream) {
       scope.emplace(streams, *stream);
     }
-    std::vector<at::Tensor> any{at::empty(
-        {1}, at::TensorOptions().dtype(at::kByte).device(streams.device()))};
+    std::vector<at::Tensor> any{byte};
     auto options = in_order<c10d::AllreduceOptions>();
     options.reduceOp = c10d::ReduceOp::MAX;
     if (const auto work = delegate->allreduce(any, options)) {
@@ -225,20 +230,23 @@ void DelegateCarrier::all_to_all(
 // ProcessGroupNCCL's C++ header needs CUDA's: Python knows the method, which
 // gives that of torch's current device, or null.
 cuda::NcclComm DelegateCarrier::nccl_comm() {
-  const c10::DeviceGuard guard(streams_.device());
-  const py::gil_scoped_acquire gil;
-  const py::object delegate = py::cast(delegate_);
-  if (!py::hasattr(delegate, "_comm_ptr")) {
-    return nullptr;
-  }
-  return reinterpret_cast<cuda::NcclComm>(
-      delegate.attr("_comm_ptr")().cast<int64_t>());
+  cuda::NcclComm comm = nullptr;
+  guarded("_comm_ptr", [&] {
+    const c10::DeviceGuard guard(streams_.device());
+    const py::gil_scoped_acquire gil;
+    const py::object delegate = py::cast(delegate_);
+    if (py::hasattr(delegate, "_comm_ptr")) {
+      comm = reinterpret_cast<cuda::NcclComm>(
+          delegate.attr("_comm_ptr")().cast<int64_t>());
+    }
+  });
+  return comm;
 }
 
 // torch's watchdog may end it, and says so first.
 bool DelegateCarrier::lost_nccl_comm() const {
   try {
-    return delegate_->getError() != c10d::ErrorType::SUCCESS;
+    return lost_ || delegate_->getError() != c10d::ErrorType::SUCCESS;
   } catch (const std::exception&) {
     return false; // Gloo knows no errors
   }

@@ -1,5 +1,8 @@
 #pragma once
 
+#include <atomic>
+#include <optional>
+
 #include <ATen/ATen.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
@@ -32,6 +35,9 @@ class DelegateCarrier final : public cuda::Carrier {
       override;
   cuda::NcclComm nccl_comm() override;
   bool lost_nccl_comm() const override;
+  std::shared_ptr<void> keep() const override {
+    return std::make_shared<c10::intrusive_ptr<c10d::Backend>>(delegate_);
+  }
   bool waits_on_host() const override {
     return streams_.pretend();
   }
@@ -59,6 +65,9 @@ class DelegateCarrier final : public cuda::Carrier {
   const CudaStreams streams_;
   const cuda::CudaApi& cuda_;
   const size_t size_;
+  std::optional<c10::Stream> first_stream_; // for connect()
+  at::Tensor first_byte_;
+  std::atomic<bool> lost_{false}; // the delegate has thrown
 };
 
 } // namespace fusedpg

@@ -160,7 +160,11 @@ ProcessGroupFused::~ProcessGroupFused() {
     return;
   }
   const ReleaseGil release;
-  end();
+  try {
+    end();
+  } catch (const std::exception& error) {
+    log_line("the end of a group raised: " + one_line(error));
+  }
   cuda_.reset();
   cpu_.reset();
   if (store_ends_with_peer_ && group_->exit.empty() &&
@@ -502,11 +506,19 @@ void ProcessGroupFused::abort() {
     return;
   }
   const ReleaseGil release;
-  cuda_->abort();
+  std::exception_ptr error;
+  try {
+    cuda_->abort();
+  } catch (...) {
+    error = std::current_exception();
+  }
   if (group_->executor().runs_here()) { // a signal handler
     cpu_->interrupt("aborted");
   } else {
     cpu_->abort();
+  }
+  if (error) {
+    std::rethrow_exception(error);
   }
 }
 
@@ -527,7 +539,12 @@ void ProcessGroupFused::end() {
   if (!group_->close()) {
     return;
   }
-  cuda_->shutdown();
+  std::exception_ptr error; // of GPUs: the CPU's part ends all the same
+  try {
+    cuda_->shutdown();
+  } catch (...) {
+    error = std::current_exception();
+  }
   // Peers that have not come to a refused operation by now hear that this rank
   // has left.
   constexpr std::chrono::milliseconds kPatience{1000};
@@ -536,6 +553,9 @@ void ProcessGroupFused::end() {
   }
   group_->executor().stop();
   cpu_->shutdown();
+  if (error) {
+    std::rethrow_exception(error);
+  }
 }
 
 void ProcessGroupFused::shutdown_at_exit(const std::string& exit) {

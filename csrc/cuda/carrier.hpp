@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <future>
+#include <memory>
 #include <thread>
 
 #include "base/call.hpp"
@@ -103,6 +104,10 @@ class Carrier {
   // Whether somebody else may have ended that communicator after a failure.
   virtual bool lost_nccl_comm() const {
     return false;
+  }
+  // What its communicator lives as long as; may be null.
+  virtual std::shared_ptr<void> keep() const {
+    return nullptr;
   }
   // Ends what waits for other ranks, as far as nobody else does.
   virtual void abort() = 0;

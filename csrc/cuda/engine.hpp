@@ -141,6 +141,10 @@ class CudaEngine {
     return last_path_.load();
   }
 
+  // Keeps for ever what kernels, or calls of NCCL, may use: one that writes to
+  // memory of somebody else is worse than a leak.
+  static void leak(std::shared_ptr<const void> what);
+
  private:
   friend class Run;
 
@@ -204,9 +208,6 @@ class CudaEngine {
   // Of the direct path, whose kernels may be in it until the GPU is quiet.
   void release_window();
   bool wait_quiet(const Deadline& deadline) const;
-  // Keeps for ever what kernels may use: one that writes to memory of somebody
-  // else is worse than a leak.
-  static void leak(std::shared_ptr<const void> what);
   struct Remains;
   void bury();
 

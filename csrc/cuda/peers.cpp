@@ -220,7 +220,12 @@ void CudaEngine::call_nccl_within(
     const Deadline& deadline,
     const NcclCall& call) {
   const NcclResult result = call_watched<NcclResult>(
-      [&cuda = cuda_, &nccl = nccl_, device = device_, comm = comm_, call] {
+      [&cuda = cuda_,
+       &nccl = nccl_,
+       device = device_,
+       comm = comm_,
+       keep = carrier_->keep(),
+       call] {
         cuda.set_device(device);
         return finish_call(nccl, comm, call);
       },

@@ -262,7 +262,8 @@ void CudaEngine::bury() {
   remains->memory_stream = std::move(memory_stream_);
   remains->compute = std::move(compute_);
   remains->wire_stream = std::move(wire_stream_);
-  if (!quiet_) {
+  // The ring's call that was left behind launches on these streams.
+  if (!quiet_ || (left_behind_ && ring_)) {
     leak(remains);
   } else {
     // Graphs may hold kernels for longer. Where ranks share them, whoever ends the

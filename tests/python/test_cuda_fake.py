@@ -492,9 +492,10 @@ def test_one_rank_cannot_start(what: str) -> None:
         workers.run(cuda_ranks.one_rank_cannot_start, what)
 
 
-def test_one_rank_cannot_connect() -> None:
+@pytest.mark.parametrize(("what", "rank"), [("ncclCommInitRankConfig", 1), ("ncclGetUniqueId", 0)])
+def test_one_rank_cannot_connect(what: str, rank: int) -> None:
     with harness.Workers(2, timeout=60, **harness.fake_gpu() | {"options": {}}) as workers:
-        workers.run(cuda_ranks.one_rank_cannot_connect)
+        workers.run(cuda_ranks.one_rank_cannot_connect, what, rank)
 
 
 def test_peer_dies_before_its_start() -> None:

@@ -408,17 +408,16 @@ def all_have_heard(context: Context) -> None:
         time.sleep(0.01)
 
 
-def one_rank_cannot_connect(context: Context) -> None:
-    """The others wait inside NCCL for it: they hear of it, and their communicator is lost."""
+def one_rank_cannot_connect(context: Context, what: str, failing: int) -> None:
+    """The other waits inside NCCL for it: it hears of it, and its communicator is lost."""
     ranks = Ranks(context)
     ranks.param, ranks.grad = ranks.tensors[PARAM], ranks.tensors[1]
-    if context.rank == 1:
-        ranks.fake.fail("ncclCommInitRankConfig", 2)
-    wanted = [
-        ["another rank has failed: rank 1: ", "has left a call inside NCCL"],
-        ["ncclCommInitRankConfig", "another rank has failed: rank 0: "],
-    ]
-    for text in wanted[context.rank]:
+    left = "has left a call inside NCCL"
+    wanted = [f"another rank has failed: rank {failing}: ", left]
+    if context.rank == failing:
+        ranks.fake.fail(what, 2)
+        wanted = [what, f"another rank has failed: rank {1 - failing}: "]
+    for text in wanted:
         begin = time.monotonic()
         try:
             ranks.step(reduce="sum")
@@ -427,6 +426,13 @@ def one_rank_cannot_connect(context: Context) -> None:
         else:
             raise AssertionError("it has not failed")
         assert time.monotonic() - begin < 12
+    if context.rank != failing:
+        try:
+            dist.all_reduce(ranks.tensors[2], group=ranks.group)
+        except RuntimeError as error:
+            assert left in str(error), error
+        else:
+            raise AssertionError("an ordinary one has not failed")
     all_have_heard(context)
     ranks.close()
 
