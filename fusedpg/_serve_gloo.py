@@ -41,6 +41,7 @@ _LONGEST_PAUSE = 0.005  # between two questions to the store
 _LONGEST = 10 * 365 * 86400.0  # seconds; timedelta.max means that
 _DECISION = "decision"
 _MISSING = "missing"  # what the first rank whose time is over has found
+_NO_VALUE = "-"  # no key of ours has it
 _MOST_NAMED = 8  # ranks in an error
 
 _logger = logging.getLogger("fusedpg")
@@ -292,6 +293,15 @@ def _agreement(
                 ours.delete_key(key)
 
 
+def _read(store: dist.Store, key: str) -> str | None:
+    """A key's value, if there is one now.
+
+    A `get` after a `check` waits for ever where a rank that leaves removes its key in between.
+    """
+    value = store.compare_set(key, _NO_VALUE, _NO_VALUE).decode()
+    return None if value == _NO_VALUE else str(value)
+
+
 def _decide(ours: dist.Store, decision: str) -> str:
     """Writes a decision unless there is one; the one that counts."""
     return str(ours.compare_set(_DECISION, "", decision).decode())
@@ -310,10 +320,11 @@ def _await(
     pause, look = 0.0001, begin
     since: dict[int, float] = {}  # when a Gloo's address of a silent rank was first seen
     while now < deadline:
-        if ours.check([_DECISION]):
-            return str(ours.get(_DECISION).decode())
+        decision = _read(ours, _DECISION)
+        if decision is not None:
+            return decision
         if rank == 0 and ours.check(keys):
-            cuda = any(ours.get(key).startswith(b"cuda") for key in keys)
+            cuda = any((_read(ours, key) or "").startswith("cuda") for key in keys)
             return _decide(ours, "serve cuda" if cuda else "serve")
         if now >= look:
             look = now + _LOOK_FOR_GLOO
@@ -335,14 +346,15 @@ def _await(
 def _missing(ours: dist.Store, keys: list[str]) -> str:
     """Names the ranks that have not come. The first to ask finds them; later ones would miss those
     that have left."""
-    if ours.check([_MISSING]):
-        return str(ours.get(_MISSING).decode())
+    found = _read(ours, _MISSING)
+    if found is not None:
+        return found
     came: list[str] = []
     silent: list[str] = []
     for key in keys:
-        if ours.check([key]):
-            about = ours.get(key).decode().partition(" ")[2]
-            came.append(f"rank {key} {about}")
+        said = _read(ours, key)
+        if said is not None:
+            came.append(f"rank {key} {said.partition(' ')[2]}")
         else:
             silent.append(f"rank {key}")
     text = "all had come, but rank 0 has not decided"

@@ -128,3 +128,30 @@ def alone_of_many(context: Context) -> str:
     with pytest.raises(RuntimeError) as raised:
         dist.init_process_group("fused", store=context.store, rank=0, world_size=64, timeout=short)
     return str(raised.value)
+
+
+def test_a_key_that_is_removed_meanwhile() -> None:
+    """A rank that gives up removes its key. Another one, which has just seen it, does not wait."""
+    from fusedpg import _serve_gloo
+
+    class Leaving:
+        """A store in which each key is gone after the first look at it."""
+
+        def __init__(self, store: dist.Store) -> None:
+            self.store = store
+
+        def check(self, keys: list[str]) -> bool:
+            found = self.store.check(keys)
+            for key in keys:
+                self.store.delete_key(key)
+            return bool(found)
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self.store, name)
+
+    store = dist.HashStore()
+    store.set_timeout(datetime.timedelta(seconds=1))
+    store.set("0", "cpu (host a, pid 1)")
+    text = _serve_gloo._missing(Leaving(store), ["0", "1"])
+    assert text == "1 of 2 ranks have not come: rank 1; 1 have: rank 0 (host a, pid 1)"
+    assert _serve_gloo._read(store, "1") is None and not store.check(["1"])
