@@ -225,7 +225,9 @@ Error HostFailures::handle(
           cause));
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    failed_ = whole;
+    // With a text of its own: copies of an exception share theirs by a counter
+    // of libstdc++, which a sanitizer for threads does not see.
+    failed_.emplace(whole.kind(), std::string(whole.what()));
   }
   return whole;
 }

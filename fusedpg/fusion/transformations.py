@@ -507,8 +507,12 @@ class FuseCollective(Transformation):
             self.refuse("the program has no reduce_scatter: Split comes first")
         if len(found) > 1:
             self.refuse("several reduce_scatters: name one", found[1])
-        program = _without_slices_of_gathered(program)
-        (scatter,) = self._all(program, "reduce_scatter")
+        scatter = found[0]
+        for node in program.nodes:
+            if node.operands and node.operands[0].op == "all_gather" and node.op == "slice":
+                program = _without_slices_of_gathered(program)
+                (scatter,) = self._all(program, "reduce_scatter")
+                break
         inside = {scatter}
         for node in program.nodes:
             if not any(
