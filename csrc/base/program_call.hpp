@@ -61,8 +61,8 @@ struct ProgramCall {
   // Behind each phase of the function but the last, ranks combine numbers that
   // it has found of their elements: how, by phase and number. Rows have none.
   std::vector<std::vector<RedOp>> sums;
-  // What one phase keeps of every owned element for later ones, as if it were
-  // more outputs: bytes of an element.
+  // Values that one phase keeps of every owned element for later phases, as if
+  // they were more outputs: bytes of an element.
   std::vector<size_t> kept;
   std::vector<Input> inputs;
   std::vector<Output> outputs;

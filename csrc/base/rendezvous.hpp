@@ -38,7 +38,7 @@ class Rendezvous {
   }
   virtual bool has(const std::string& key) = 0;
   virtual int64_t add(const std::string& key, int64_t amount) = 0;
-  // Where its server listens; an empty host where it has none.
+  // The address of its server. The host is empty if it has no server.
   virtual std::pair<std::string, uint16_t> address() const {
     return {};
   }

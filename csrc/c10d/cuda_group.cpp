@@ -19,7 +19,7 @@ namespace {
 
 using cuda::CudaEngine;
 
-// What the delegate holds back on this thread, from the first of its calls
+// The calls that the delegate holds back on this thread, from the first one
 // between startCoalescing and endCoalescing: NCCL's groups belong to threads.
 struct Region {
   const CudaGroup* group = nullptr;
@@ -539,7 +539,7 @@ void CudaGroup::end_delegate(void (c10d::Backend::*end)()) {
     left_behind = !left_behind_.empty();
   }
   if (made && left_behind) {
-    // That call would use a communicator that was freed.
+    // The call left behind would use a communicator that was freed.
     CudaEngine::leak(std::make_shared<BackendPtr>(made));
   } else if (made) {
     end_within(kDelegateEnd, made, end, engine());

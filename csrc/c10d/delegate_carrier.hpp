@@ -44,7 +44,7 @@ class DelegateCarrier final : public cuda::Carrier {
   void abort() override {} // the delegate's end is its group's business
 
  private:
-  // What a call of the delegate throws, as an Error that names it.
+  // Calls the delegate, and throws its exception as an Error that names the call.
   void guarded(const char* what, c10::function_ref<void()> call);
   at::Tensor view(const void* data, size_t count, at::ScalarType type) const;
   using Call = c10::function_ref<

@@ -40,7 +40,7 @@ inline std::chrono::milliseconds bounded(std::chrono::milliseconds timeout) {
 // get those alike; an error that raises it by none is known here alone.
 uint64_t& shared_errors();
 
-// What the routes of one group have in common. Thread-safe.
+// The parts of a group that its routes share. Thread-safe.
 class Group : public GroupBase {
  public:
   Group(

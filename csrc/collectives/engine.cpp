@@ -57,7 +57,7 @@ bool Engine::stays_in_step(Way& way, const std::exception& thrown) {
     if (untold.kind() == ErrorKind::kAborted) {
       throw;
     }
-    // What was wrong for this call alone is no reason for the group to end.
+    // A fault of this call alone is no reason for the group to end.
     throw Error(
         alike(error) ? untold.kind() : error.kind(),
         formatted(

@@ -25,11 +25,11 @@ class Way;
 // The kernel table that the settings name, or the best. Throws Error(kInvalid).
 const kernels::Table& select_kernels(const Settings& settings);
 
-// What a group's engine knows of the group, which lives longer: who it is, the
-// queue of its operations, and what they count.
+// The part of a group that its engine uses: ranks, settings, the queue of the
+// operations, and their counts. The group lives longer than the engine.
 struct GroupBase {
-  // An exception that is no Error as one, in one line, for other ranks. Its kind
-  // is kSystem, but for what is known of the exception's type.
+  // Makes an Error of another exception, in one line, for other ranks. The kind
+  // is kSystem unless the exception's type says more.
   using Describe = Error (*)(const std::exception&);
 
   GroupBase(
@@ -47,7 +47,7 @@ struct GroupBase {
         describe_(describe) {}
   GroupBase(const GroupBase&) = delete;
 
-  // What was thrown, as an error of the engine.
+  // Makes an Error of any exception.
   Error error_of(const std::exception& thrown) const;
 
   Executor& executor() {
@@ -97,7 +97,7 @@ class Engine {
   Engine(const Engine&) = delete;
   virtual ~Engine() = default;
 
-  // What is done in one turn of the group's queue, by perform().
+  // The work of one turn of the group's queue, by perform().
   using Operation = std::function<void(Way&)>;
 
   // Runs `op` on this thread, which is the executor's at the moment; `title` and
@@ -169,8 +169,8 @@ class Engine {
   std::shared_ptr<Messages> mailbox_; // made by the first message
 
  private:
-  // Whether all ranks are, after what this one has thrown. Tells the peers of it
-  // where they don't know; throws where it cannot.
+  // Whether all ranks are still in step after this rank has thrown. Tells the
+  // peers of the exception if they don't know it; throws if it cannot.
   bool stays_in_step(Way& way, const std::exception& thrown);
 };
 

@@ -158,14 +158,26 @@ class Database:
         self.micro_batch_sizes = tuple(sorted({samples for samples, _, _ in keys}))
         self.tensor_parallel = tuple(sorted({tp for _, tp, _ in keys}))
         self.algos = tuple(sorted({algo for _, _, algo in keys}))
-        # Files are read once.
-        self.collective_rows = functools.cache(self._collective_rows)
-        self.collective = functools.cache(self._collective)
-        self._link = functools.cache(self._read_link)
+        self._remember()
         self.has_steps = any(self.folder.glob(f"prim_{self.stem}_adamw_*gpus*.csv"))
         self.overlap = 0.0
         self.shared_cores: SharedCores | None = None
         self.operators = self._describe(num_layers)
+
+    def _remember(self) -> None:
+        """Files are read once."""
+        self.collective_rows = functools.cache(self._collective_rows)
+        self.collective = functools.cache(self._collective)
+        self._link = functools.cache(self._read_link)
+
+    def __getstate__(self) -> dict[str, object]:
+        # A copy that kept these functions would read the original's files.
+        cached = ("collective_rows", "collective", "_link")
+        return {name: value for name, value in vars(self).items() if name not in cached}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        vars(self).update(state)
+        self._remember()
 
     def _read_operators(self) -> None:
         pattern = re.compile(re.escape(self.stem) + r"_mbs(\d+)_tp(\d+)_algo(\d+)\.csv")

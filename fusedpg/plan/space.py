@@ -130,9 +130,22 @@ class Space:
         self._recomputation = Recomputation()
         self._starts, self._may_recompute = _layers(model)
         self._stages: dict[tuple[object, ...], tuple[StagePrice, bytes] | MissingRow] = {}
-        self.place = functools.cache(model.place)
+        self._remember()
+
+    def _remember(self) -> None:
+        """Each of these is computed once."""
+        self.place = functools.cache(self.model.place)
         self.settings = functools.cache(self._settings)
         self.prefix = functools.cache(self._prefix)
+
+    def __getstate__(self) -> dict[str, object]:
+        # A copy that kept these functions would ask the original.
+        cached = ("place", "settings", "prefix")
+        return {name: value for name, value in vars(self).items() if name not in cached}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        vars(self).update(state)
+        self._remember()
 
     def _settings(self, micro_batch: int, width: int) -> Array:
         """The settings for a stage of so many devices."""

@@ -134,14 +134,21 @@ def _connect(start: _Start) -> Context:
             import fusedpg
 
             options = fusedpg.Options(**start.options)
+        # A short deadline is for operations: on a busy machine processes start seconds apart.
+        creation = 30.0 if start.backend == "fused" else start.timeout
         dist.init_process_group(
             start.backend,
             store=store,
             rank=start.rank,
             world_size=start.world_size,
-            timeout=datetime.timedelta(seconds=start.timeout),
+            timeout=datetime.timedelta(seconds=max(start.timeout, creation)),
             pg_options=options,
         )
+        if creation > start.timeout:
+            group = dist.group.WORLD
+            assert group is not None
+            backend: Any = group._get_backend(torch.device("cpu"))
+            backend._set_default_timeout(datetime.timedelta(seconds=start.timeout))
         if start.oracle:
             context.oracle = dist.new_group(backend="gloo")
     return context

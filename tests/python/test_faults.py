@@ -29,6 +29,17 @@ def wait_for(workers: harness.Workers, name: str, ranks: list[int]) -> None:
         time.sleep(0.005)
 
 
+def kill_last(workers: harness.Workers, op: str) -> None:
+    """Kills rank 2 of three in a loop of an operation: the others name it, and soon."""
+    wait_for(workers, "running", [0, 1])
+    time.sleep(0.05)
+    killed = time.monotonic()
+    workers.signal(2, signal.SIGKILL)
+    for text, when in workers.collect(20, ranks=[0, 1]):
+        assert when - killed < 2, when - killed
+        names(text, op, 2)
+
+
 def names(text: str, op: str, rank: int) -> None:
     assert text.startswith("fused:"), text
     assert op in text, text
@@ -54,13 +65,7 @@ def test_killed_peer(what: str, numel: int, arena: bool) -> None:
     before = unowned()
     with harness.Workers(3, oracle=False) as workers:
         workers.start(faults.loop, what, numel, arena)
-        wait_for(workers, "running", [0, 1])
-        time.sleep(0.05)
-        killed = time.monotonic()
-        workers.signal(2, signal.SIGKILL)
-        for text, when in workers.collect(20, ranks=[0, 1]):
-            assert when - killed < 2, when - killed
-            names(text, what.split()[0], 2)
+        kill_last(workers, what.split()[0])
         workers.start(faults.after_failure, [0, 1], "destroy", ranks=[0, 1])
         assert workers.collect(30, ranks=[0, 1]) == [None, None]
         for rank in (0, 1):

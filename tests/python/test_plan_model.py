@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import math
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -228,6 +229,17 @@ def test_missing_file_is_named(tmp_path: Path, model: Any) -> None:
     plan = uniform(database, (2,), ())
     with pytest.raises(MissingRow, match=r"no toy_s_mbs2_tp2_algo0\.csv, for row op0"):
         model(Database(tmp_path, "toy", "s"), 2).price(plan)
+
+
+def test_a_copy_reads_its_own_files(tmp_path: Path, gpt: Database) -> None:
+    gpt.collective("all_gather", 2)
+    copied = pickle.loads(pickle.dumps(gpt))
+    copied.folder = tmp_path
+    with pytest.raises(MissingRow, match=str(tmp_path)):
+        copied.collective("all_gather", 2)
+    space = Space(CostModel(gpt, 4), 64, (2, 4), 12000)
+    same = pickle.loads(pickle.dumps(space))
+    assert (same.settings(2, 2) == space.settings(2, 2)).all()
 
 
 def test_failed_measurement_is_named(tmp_path: Path) -> None:
