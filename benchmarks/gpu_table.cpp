@@ -344,7 +344,7 @@ class Slices {
     ProposeArgs args{};
     args.to = header_at(header, hash);
     args.copies = 1;
-    args.items = static_cast<uint32_t>(header.numel());
+    args.items = static_cast<uint32_t>(numel(header));
     args.used = address<uint8_t>(used);
     args.found_inf = address<float>(found);
     launcher_.launch("propose", &CudaApi::propose, args);
@@ -443,7 +443,7 @@ class Slices {
     Header header{};
     header.data = address<char>(bytes);
     header.stride =
-        header.data == nullptr ? 0 : static_cast<uint64_t>(bytes.size(-1));
+        header.data == nullptr ? 0 : bytes.attr("size")(-1).cast<uint64_t>();
     header.hash = hash;
     header.type = DType::kOpaque;
     header.tensors = num_tensors_;
