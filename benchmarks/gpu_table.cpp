@@ -335,29 +335,31 @@ class Slices {
     launcher_.synchronize();
   }
 
+  // To the bytes of a tensor, which follow those of other ranks.
   void propose(
-      const Tensor& agree,
+      const Tensor& header,
       uint64_t hash,
       const Tensor& used,
       const Tensor& found) const {
     ProposeArgs args{};
-    args.agree = address<uint8_t>(agree);
+    args.to = header_at(header, hash);
+    args.copies = 1;
+    args.items = static_cast<uint32_t>(numel(header));
     args.used = address<uint8_t>(used);
     args.found_inf = address<float>(found);
-    args.hash = hash;
-    args.tensors = num_tensors_;
     launcher_.launch("propose", &CudaApi::propose, args);
   }
 
   void prepare(
       double divisor,
-      const Tensor& agree,
+      const Tensor& headers,
+      uint64_t hash,
       const Tensor& used,
       const Tensor& found_inf,
       const Tensor& mismatch,
       uint64_t sequence) const {
     PrepareArgs args{};
-    args.agree = address<uint8_t>(agree);
+    args.from = header_at(headers, hash);
     args.tensors = chunk_.tensors;
     args.hypers = at<kernels::Hyper>(hypers_);
     args.divisor = divisor;
@@ -366,8 +368,6 @@ class Slices {
     args.found_inf = address<float>(found_inf);
     args.mismatch = address<uint64_t>(mismatch);
     args.sequence = sequence;
-    args.num_tensors = num_tensors_;
-    args.size = chunk_.size;
     launcher_.launch("prepare", &CudaApi::prepare, args);
   }
 
@@ -439,6 +439,19 @@ class Slices {
   std::vector<int64_t> shards; // elements of each tensor's full shard
 
  private:
+  Header header_at(const Tensor& bytes, uint64_t hash) const {
+    Header header{};
+    header.data = address<char>(bytes);
+    header.stride =
+        header.data == nullptr ? 0 : bytes.attr("size")(-1).cast<uint64_t>();
+    header.hash = hash;
+    header.type = DType::kOpaque;
+    header.tensors = num_tensors_;
+    header.rank = chunk_.rank;
+    header.size = chunk_.size;
+    return header;
+  }
+
   UpdateArgs update_args(
       kernels::Formula formula,
       const Tensor& grads,
@@ -485,7 +498,7 @@ PYBIND11_MODULE(fusedpg_gpu_table, m) {
   const Tensor none = py::none();
   const Tensors no_tensors;
 
-  m.attr("AGREE_BYTES") = kAgreeBytes;
+  m.def("header_bytes", &header_bytes);
   m.def("shard_size", &shard_size);
 
   py::class_<CudaApi>(m, "CudaApi")
@@ -538,7 +551,7 @@ PYBIND11_MODULE(fusedpg_gpu_table, m) {
       .def(
           "propose",
           &Slices::propose,
-          arg("agree"),
+          arg("header"),
           arg("hash"),
           py::kw_only(),
           arg("used") = none,
@@ -548,7 +561,8 @@ PYBIND11_MODULE(fusedpg_gpu_table, m) {
           &Slices::prepare,
           py::kw_only(),
           arg("divisor") = 1.0,
-          arg("agree") = none,
+          arg("headers") = none,
+          arg("hash") = 0,
           arg("used") = none,
           arg("found_inf") = none,
           arg("mismatch") = none,

@@ -160,19 +160,6 @@ void DelegateCarrier::connect() {
   });
 }
 
-void DelegateCarrier::maximum(
-    uint8_t* data,
-    size_t count,
-    cuda::Stream stream) {
-  const at::Tensor all = view(data, count, at::kByte);
-  auto options = in_order<c10d::AllreduceOptions>();
-  options.reduceOp = c10d::ReduceOp::MAX;
-  enqueue("all_reduce", all, all, stream, [&](at::Tensor&, at::Tensor& to) {
-    std::vector<at::Tensor> tensors{to};
-    return delegate_->allreduce(tensors, options);
-  });
-}
-
 void DelegateCarrier::reduce_scatter(
     const void* from,
     void* to,

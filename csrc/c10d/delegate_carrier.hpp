@@ -21,7 +21,6 @@ class DelegateCarrier final : public cuda::Carrier {
       const cuda::CudaApi& cuda);
 
   void connect() override;
-  void maximum(uint8_t* data, size_t count, cuda::Stream stream) override;
   void reduce_scatter(
       const void* from,
       void* to,
@@ -37,9 +36,6 @@ class DelegateCarrier final : public cuda::Carrier {
   bool lost_nccl_comm() const override;
   std::shared_ptr<void> keep() const override {
     return std::make_shared<c10::intrusive_ptr<c10d::Backend>>(delegate_);
-  }
-  bool waits_on_host() const override {
-    return streams_.pretend();
   }
   void abort() override {} // the delegate's end is its group's business
 

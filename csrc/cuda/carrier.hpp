@@ -65,17 +65,10 @@ class Carrier {
   void set_watch(Watch watch) {
     watch_ = std::move(watch);
   }
-  // Whether its calls return only when all ranks have made them. Then none may
-  // be made before it is known that all ranks will.
-  virtual bool waits_on_host() const {
-    return false;
-  }
 
   // Collective, and the first call: connects the ranks. Calls the watch
   // meanwhile, and throws a CallLeftBehind where that throws.
   virtual void connect() {}
-  // data[i] = the largest of all ranks' data[i].
-  virtual void maximum(uint8_t* data, size_t count, Stream stream) = 0;
   // `to` = this rank's block of `count` elements of the reduction of all ranks'
   // `from`, where it may lie.
   virtual void reduce_scatter(

@@ -340,7 +340,7 @@ void CudaEngine::watch(const Operation& operation) {
   if (operation.deadline_.expired()) {
     fail_timeout(operation);
   } else if (suspicious(operation)) {
-    look_at_peers(operation.summary);
+    look_at_peers(operation);
   }
   check_failed();
 }
@@ -420,7 +420,7 @@ void CudaEngine::look_at_operations() {
       if (ends && first->deadline_.expired()) {
         fail_timeout(*first);
       } else if (ends && suspicious(*first)) {
-        look_at_peers(first->summary);
+        look_at_peers(*first);
       }
       return;
     }

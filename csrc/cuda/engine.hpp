@@ -27,6 +27,8 @@ struct Task;
 // an event that Operation holds. Operations of a group run in the order of their
 // calls. None is awaited but the first one of its kind: sizes must fit before the
 // carrier may move anything, so that waits until all ranks have called the same.
+// Of later ones the device compares headers; where their sizes differ, ranks hang
+// in the carrier until they have asked each other what they are doing.
 //
 // Calls, and whoever waits for an operation or asks about it, look for operations
 // that have ended, deadlines and disagreements between ranks. After a failure
@@ -237,6 +239,9 @@ class CudaEngine {
   // Throws if another rank is known to be dead, or has failed; `waiting`: what
   // this rank waits for.
   void look_at_peers(const std::string& waiting);
+  // The same, and fails the engine if the next rank has called something else:
+  // where sizes differ, both may wait for ever.
+  void look_at_peers(const Operation& operation);
   // Says what this rank is doing, and what the others say of the same
   // operation.
   struct Said {
@@ -284,7 +289,8 @@ class CudaEngine {
   DeviceLayout& layout_of(
       const std::vector<size_t>& counts,
       size_t max_block,
-      size_t whole_from);
+      size_t whole_from,
+      size_t header);
   void upload(DeviceLayout& layout);
   void reserve_wire(size_t grad_bytes, size_t param_bytes);
 

@@ -57,23 +57,47 @@ struct Chunk {
   uint64_t block; // elements of a rank's block
 };
 
-// What ranks agree on before a step: bytes that an all-reduce with MAX
-// combines. The first 16 are the call's hash and its complement: the maxima
-// complement each other only if all ranks have the same.
-constexpr uint32_t kAgreeHash = 0;
-constexpr uint32_t kAgreeComplement = 8;
-constexpr uint32_t kAgreeFoundInf = 16;
-constexpr uint32_t kAgreeUsed = 32; // one byte a tensor
-constexpr uint32_t kAgreeBytes = 4096;
+// What ranks tell each other about a step before any of them changes anything:
+// the hash of the call, the rank's weight, found_inf, and a flag a tensor. It lies
+// in one of two forms.
+//
+// Raw: bytes, of every rank. Coded: elements of a reduction, which are 0 or 1, or
+// in a minimum 0 or -1, so that no rank's flag is lost in any type. Of each bit b
+// of the hash there is the pair (b, 1 - b): ranks differ if both are there. A
+// weight is 8 numbers below 256, at the place of its rank alone, so that sums are
+// exact in any type.
+constexpr uint32_t kHeaderWeight = 8; // behind the hash, in bytes
+constexpr uint32_t kHeaderFlags =
+    16; // in bytes: found_inf, and those of tensors
+constexpr uint32_t kCodedFlags = 128; // in elements, behind the hash
+struct Header {
+  // Rank 0's, or the one that is reduced. Null: nothing to agree on, and all
+  // tensors are used.
+  char* data;
+  uint64_t stride; // from one rank's to the next one's, in bytes
+  uint64_t hash; // this rank's
+  DType type; // of what is coded; kOpaque: bytes are raw
+  RedOp op;
+  bool weighted; // has weights, if coded
+  uint32_t tensors;
+  int32_t rank;
+  int32_t size; // of the group
+};
+constexpr size_t header_bytes(size_t tensors) {
+  return kHeaderFlags + 1 + tensors;
+}
+constexpr size_t coded_elements(size_t tensors, bool weighted, size_t size) {
+  return kCodedFlags + 1 + tensors + (weighted ? 8 * size : 0);
+}
 
-// Fills `agree` with this rank's view.
+// Writes this rank's header to the first `copies` places.
 struct ProposeArgs {
-  uint8_t* agree;
+  Header to;
+  uint32_t copies;
+  uint32_t items; // bytes or elements; those behind the header become zero
   const uint8_t* used; // null: all are
   const float* found_inf; // null: none
-  uint64_t hash;
-  uint32_t tensors;
-  uint32_t unused;
+  double weight;
 };
 
 // Scalars of one tensor's update.
@@ -83,18 +107,18 @@ struct TensorScalars : kernels::StepScalars {
   bool skip; // parameters and state stay as they are
 };
 
-// Reads what was agreed, resolves the scalars of every tensor, and counts the
-// step. One thread a tensor.
+// Reads the headers, resolves the scalars of every tensor, and counts the step.
+// One thread a tensor.
 struct PrepareArgs {
-  const uint8_t* agree; // null: nothing to agree on, all are used
-  const TensorInfo* tensors; // null: flags only (reduce_shards)
+  Header from;
+  const TensorInfo* tensors; // null: no update, but flags (reduce_shards)
   const kernels::Hyper* hypers;
   // Of group i, a scalar that replaces hypers[i].lr; null entries: none. Null:
   // no such entries.
   const void* const* lrs;
   const DType* lr_types; // float32 or float64
   const float* grad_scale; // null: 1
-  const double* weights; // all ranks' weights, summed here; null: none
+  double* weights; // out: all ranks'; null: none
   double divisor; // of the sum of gradients, 1 when weighted
   TensorScalars* scalars; // out, one a tensor
   uint8_t* used; // out: what any rank uses; null: not wanted
@@ -102,8 +126,6 @@ struct PrepareArgs {
   // Host memory that the device writes: receives `sequence` if ranks disagree.
   uint64_t* mismatch;
   uint64_t sequence;
-  uint32_t num_tensors;
-  int32_t size; // of the group
 };
 
 // wire[p * block + piece.wire + i] = weight * grad[p * shard + begin + i] for
@@ -125,15 +147,13 @@ struct UnpackArgs {
   DType type;
   bool to_outputs;
   bool folds;
-  // Whole parameters: skipped tensors are left alone. Null: none is skipped.
+  // Skipped tensors are left alone. Null: none is skipped.
   const TensorScalars* scalars;
   // to_outputs: values are multiplied by the reciprocal of `divisor`, or of the
   // sum of `weights` if that is not null; a sum of zero gives zeros. What is
   // folded is multiplied by the ranks' weights first.
   double divisor;
   const double* weights;
-  // to_outputs: tensors nobody uses are left alone; null: all are used.
-  const uint8_t* used;
 };
 
 // The update of this rank's slices of a chunk.

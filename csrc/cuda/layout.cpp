@@ -91,20 +91,35 @@ Layout make_layout(
     const std::vector<size_t>& counts,
     int world_size,
     size_t max_block,
-    size_t whole_from) {
+    size_t whole_from,
+    size_t header) {
   Layout layout;
   Cutter cutter(layout, max_block);
-  for (size_t t = 0; t < counts.size(); ++t) {
-    const auto shard = static_cast<size_t>(
+  std::vector<size_t> whole;
+  const auto shard = [&](size_t t) {
+    return static_cast<size_t>(
         shard_size(static_cast<int64_t>(counts[t]), world_size));
-    const bool exact = shard * static_cast<size_t>(world_size) == counts[t];
-    if (exact && counts[t] >= whole_from && shard <= max_block) {
-      cutter.add_whole(t, shard);
+  };
+  for (size_t t = 0; t < counts.size(); ++t) {
+    const bool exact = shard(t) * static_cast<size_t>(world_size) == counts[t];
+    if (exact && counts[t] >= whole_from && shard(t) <= max_block) {
+      whole.push_back(t);
     } else {
-      cutter.add(t, shard);
+      cutter.add(t, shard(t));
     }
   }
   cutter.close();
+  if (header != 0) {
+    if (layout.chunks.empty()) {
+      layout.chunks.emplace_back();
+    }
+    ChunkLayout& first = layout.chunks[0];
+    first.header = header;
+    layout.max_block = std::max(layout.max_block, first.block + header);
+  }
+  for (const size_t t : whole) {
+    cutter.add_whole(t, shard(t));
+  }
   const auto of_piece = [&](size_t i) { return layout.pieces[i].tensor; };
   const auto of_tile = [&](size_t i) {
     return of_piece(layout.tiles[i].piece);

@@ -88,7 +88,7 @@ void* open_nccl(const std::string& path) {
 
 NcclApi load_nccl(const std::string& path) {
   // Before this loads one itself.
-  const void* torchs = dlopen("libnccl.so.2", RTLD_NOW | RTLD_NOLOAD);
+  const void* loaded = dlopen("libnccl.so.2", RTLD_NOW | RTLD_NOLOAD);
   void* library = open_nccl(path);
   if (library == nullptr) {
     fail(
@@ -136,11 +136,13 @@ NcclApi load_nccl(const std::string& path) {
   if (dladdr(reinterpret_cast<void*>(api.get_version), &where) != 0) {
     api.path = where.dli_fname;
   }
-  // A torch for CUDA without a libnccl has one linked into it, which nobody else
-  // can call.
-  const bool linked_in = torchs == nullptr &&
-      dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_NOLOAD) != nullptr;
-  api.is_torchs = torchs == library || (torchs == nullptr && !linked_in);
+  // A torch for CUDA may have an NCCL linked into it, which nobody else can call,
+  // beside a libnccl that somebody else has loaded: what its own library finds is
+  // what it uses.
+  void* torch = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_NOLOAD);
+  api.is_torchs = torch != nullptr ? dlsym(torch, "ncclGetVersion") ==
+          reinterpret_cast<void*>(api.get_version)
+                                   : loaded == nullptr || loaded == library;
   return api;
 }
 

@@ -211,6 +211,30 @@ void CudaEngine::look_at_peers(const std::string& waiting) {
   }
 }
 
+void CudaEngine::look_at_peers(const Operation& operation) {
+  look_at_peers(operation.summary);
+  if (size_ == 1) {
+    return;
+  }
+  const std::string turn = formatted("{} ", operation.sequence);
+  const auto compare = [turn,
+                        mine =
+                            formatted("{}{}", turn, hash_of(operation.facts())),
+                        me = rank_,
+                        next = (rank_ + 1) % size_](Rendezvous& store) {
+    const auto key = [](int rank) { return formatted("cuda/call/{}", rank); };
+    store.set(key(me), mine);
+    const std::string theirs = store.has(key(next))
+        ? store.get(key(next), Deadline(kAskRanks))
+        : std::string();
+    return theirs.starts_with(turn) && theirs != mine ? theirs : std::string();
+  };
+  const auto other = ask_within(kWatch, compare);
+  if (other && !other->empty()) {
+    fail_mismatch(operation.sequence, operation.facts(), operation.summary);
+  }
+}
+
 void CudaEngine::call_nccl(const char* what, const NcclCall& call) const {
   check_nccl(nccl_, what, finish_call(nccl_, comm_, call));
 }

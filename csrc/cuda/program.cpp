@@ -64,6 +64,9 @@ void Run::launch_program(size_t t, bool reduced_here) {
   const ProgramCall& call = *task_.program;
   const Layout& layout = layout_->layout;
   const ChunkLayout& c = chunks()[t];
+  if (c.num_tiles == 0) {
+    return;
+  }
   const ShardPiece& piece = layout.pieces[layout.tiles[c.first_tile].piece];
   const size_t first = task_.tensors[0].shard * static_cast<size_t>(e_.rank_);
   const size_t begin = first + piece.begin;

@@ -194,10 +194,10 @@ std::shared_ptr<Slot> CudaEngine::take_slot(size_t bytes) {
 CudaEngine::DeviceLayout& CudaEngine::layout_of(
     const std::vector<size_t>& counts,
     size_t max_block,
-    size_t whole_from) {
+    size_t whole_from,
+    size_t header) {
   std::vector<size_t> key = counts;
-  key.push_back(max_block);
-  key.push_back(whole_from);
+  key.insert(key.end(), {max_block, whole_from, header});
   const auto known = layouts_.find(key);
   if (known != layouts_.end()) {
     return *known->second;
@@ -210,7 +210,7 @@ CudaEngine::DeviceLayout& CudaEngine::layout_of(
     layouts_.clear();
   }
   auto made = std::make_unique<DeviceLayout>();
-  made->layout = make_layout(counts, size_, max_block, whole_from);
+  made->layout = make_layout(counts, size_, max_block, whole_from, header);
   return *(layouts_[key] = std::move(made));
 }
 

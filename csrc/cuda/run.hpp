@@ -1,5 +1,6 @@
 #pragma once
 
+#include "base/round_up.hpp"
 #include "cuda/engine.hpp"
 #include "cuda/selector.hpp"
 #include "cuda/task.hpp"
@@ -41,7 +42,8 @@ class Run {
         weighted_(task.reduction.weight.has_value() && task.reduces),
         config_(step_config()),
         path_(select_step_path(config_)),
-        folds_(select_folds(config_, path_)) {}
+        folds_(select_folds(config_, path_)),
+        rides_(path_ == GpuPath::kStock && task.reduces && !alone()) {}
 
   // Takes the memory that the operation needs. Throws before anything has been
   // enqueued; other ranks wait then until this one calls it again.
@@ -57,7 +59,7 @@ class Run {
     check("cudaEventRecord", cuda_.event_record(event.get(), from));
     check("cudaStreamWaitEvent", cuda_.stream_wait_event(to, event.get()));
   }
-  // Of this slot's bytes, from all ranks.
+  // Of this slot's bytes, from all ranks; `from` may be their place in `to`.
   void gather(size_t from, size_t to, size_t bytes);
   bool alone() const {
     return e_.size_ == 1;
@@ -79,10 +81,19 @@ class Run {
   StepConfig step_config() const;
   size_t lay_out_slot(); // its bytes
   void fill_slot();
+  // The first call of a kind: blocks until all ranks are known to call the same,
+  // or throws. Other sizes than theirs must not come to the carrier.
+  void meet_ranks();
+  // The headers of an operation whose first chunk has none.
   void agree();
-  // Tells the host if ranks disagree, as soon as the wire knows: they may hang
-  // in what they exchange next.
-  void report_mismatch();
+  Header header(char* data, size_t stride) const;
+  Header riding_header(char* block) const;
+  size_t slot_header() const {
+    return round_up(header_bytes(n_), sizeof(uint64_t));
+  }
+  // Writes `items` bytes or elements for each of `copies` ranks.
+  void propose(const Header& to, size_t copies, size_t items);
+  // Reads the headers; once, before the first kernel that needs to know.
   void prepare();
   double divisor() const {
     return task_.reduces && task_.reduction.mean && !weighted_ ? e_.size_ : 1;
@@ -92,14 +103,15 @@ class Run {
     return layout_->layout.chunks;
   }
 
-  Chunk chunk(size_t t) const;
-  char* block(const DeviceMemory& buffer, size_t t, DType type, int rank)
-      const {
-    return static_cast<char*>(buffer.get()) +
-        static_cast<size_t>(rank) * chunks()[t].block * dtype_size(type);
+  // On the wire a rank's block has `block` elements.
+  Chunk chunk(size_t t, size_t block) const;
+  // Elements of a rank's gradients there, with their header.
+  size_t sent(size_t t) const {
+    return chunks()[t].block + chunks()[t].header;
   }
   char* grad_block(size_t t, int rank) const {
-    return block(e_.wire_.grads[t % 2], t, task_.grad_type, rank);
+    return static_cast<char*>(e_.wire_.grads[t % 2].get()) +
+        static_cast<size_t>(rank) * sent(t) * dtype_size(task_.grad_type);
   }
   // Where owners get all ranks' gradients, behind what they send.
   char* received(size_t t) const {
@@ -117,8 +129,10 @@ class Run {
     for (size_t k = 0; k < result; ++k) {
       before += layout_->layout.max_block * dtype_size(task_.results[k]);
     }
-    return block(e_.wire_.params[t % 2], t, task_.results[result], rank) +
-        before * static_cast<size_t>(e_.size_);
+    return static_cast<char*>(e_.wire_.params[t % 2].get()) +
+        before * static_cast<size_t>(e_.size_) +
+        static_cast<size_t>(rank) * chunks()[t].block *
+        dtype_size(task_.results[result]);
   }
 
   size_t num_rings() const {
@@ -132,6 +146,8 @@ class Run {
     return lamb_ ? 2 * pairs * sizeof(double) : 0;
   }
 
+  // Elements of the first chunk's header; 0: it has none.
+  size_t header_elements() const;
   void reserve_wire();
   // A single rank's gradients are its slices.
   bool in_place() const {
@@ -168,12 +184,13 @@ class Run {
   const StepConfig config_;
   const GpuPath path_;
   const bool folds_; // gradients are added up by their owners
+  const bool rides_; // headers go with the first chunk
   CudaEngine::DeviceLayout* layout_ = nullptr;
   bool has_lrs_ = false;
   bool prepared_ = false;
   // Offsets in the slot.
-  size_t tensors_ = 0, hypers_ = 0, lrs_ = 0, lr_types_ = 0, weight_ = 0,
-         offsets_ = 0, agree_ = 0, weights_ = 0, scalars_ = 0, all_offsets_ = 0,
+  size_t tensors_ = 0, hypers_ = 0, lrs_ = 0, lr_types_ = 0, offsets_ = 0,
+         kinds_ = 0, headers_ = 0, weights_ = 0, scalars_ = 0, all_offsets_ = 0,
          partial_sums_ = 0, sums_ = 0, all_sums_ = 0, rings_ = 0;
   size_t uploaded_ = 0; // bytes, from the slot's beginning
 };

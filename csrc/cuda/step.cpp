@@ -1,8 +1,11 @@
 // Enqueues one fused operation: the way of its chunks through two streams.
 //
 //   compute: pack(0)          pack(1) update(0)          pack(2) update(1)
-//   unpack(0) ... wire:    agree  reduce-scatter(0)  reduce-scatter(1)
+//   unpack(0) ... wire:    reduce-scatter(0)  reduce-scatter(1)
 //   all-gather(0) ...
+//
+// The first chunk has a header, by which ranks agree: nothing is written for
+// good before it has been read.
 //
 // Each arrow between the streams is an event. Buffers alternate, so that chunk
 // t + 1 is packed and reduced while chunk t is updated and gathered.
@@ -10,9 +13,17 @@
 #include <algorithm>
 #include <numeric>
 
+#include "base/ownership.hpp"
+#include "base/round_up.hpp"
 #include "cuda/run.hpp"
 
 namespace fusedpg::cuda {
+namespace {
+
+// What ranks exchange at the first call of a kind: a header's hash.
+constexpr size_t kKindBytes = kHeaderFlags;
+
+} // namespace
 
 StepConfig Run::step_config() const {
   bool in_arena = e_.direct_ != nullptr;
@@ -48,8 +59,11 @@ void Run::acquire() {
   // What is widened has to be packed, and so have products with a weight unless
   // their owner makes them.
   const bool packs = (weighted_ && !folds_) || task_.widens;
-  layout_ =
-      &e_.layout_of(task_.counts, block, select_whole(config_, path_, packs));
+  layout_ = &e_.layout_of(
+      task_.counts,
+      block,
+      select_whole(config_, path_, packs),
+      header_elements());
   OpDescriptor facts = task_.facts;
   facts.path = path_;
   operation_->set_facts(facts);
@@ -77,6 +91,16 @@ void Run::acquire() {
   }
 }
 
+size_t Run::header_elements() const {
+  if (!rides_) {
+    return 0;
+  }
+  const size_t elements = folds_
+      ? header_bytes(n_) / dtype_size(task_.grad_type) + 1
+      : coded_elements(n_, weighted_, static_cast<size_t>(e_.size_));
+  return round_up(elements, static_cast<size_t>(kShardAlignment));
+}
+
 void Run::reserve_wire() {
   const size_t all = layout_->layout.max_block * static_cast<size_t>(e_.size_);
   size_t results = 0; // bytes of an element
@@ -94,6 +118,7 @@ void Run::reserve_wire() {
 void Run::enqueue() {
   e_.last_path_ = gpu_path_name(path_);
   fill_slot();
+  meet_ranks();
   agree();
   if (path_ == GpuPath::kDirect) {
     run_direct();
@@ -123,11 +148,11 @@ size_t Run::lay_out_slot() {
   hypers_ = arrays.add(groups * sizeof(kernels::Hyper));
   lrs_ = arrays.add(groups * sizeof(void*));
   lr_types_ = arrays.add(groups * sizeof(DType));
-  weight_ = arrays.add(sizeof(double));
   offsets_ = arrays.add(direct ? 2 * n_ * sizeof(uint64_t) : 0);
   rings_ = arrays.add(num_rings() * sizeof(RingUpdate));
   uploaded_ = arrays.bytes();
-  agree_ = arrays.add(kAgreeBytes);
+  kinds_ = arrays.add(ranks * kKindBytes);
+  headers_ = arrays.add(rides_ ? 0 : ranks * slot_header());
   weights_ = arrays.add(ranks * sizeof(double));
   scalars_ = arrays.add(n_ * sizeof(TensorScalars));
   all_offsets_ = arrays.add(direct ? ranks * 2 * n_ * sizeof(uint64_t) : 0);
@@ -156,7 +181,6 @@ void Run::fill_slot() {
   for (size_t t = 0; t < num_rings(); ++t) {
     host<RingUpdate>(rings_)[t] = ring_update(t);
   }
-  *host<double>(weight_) = task_.reduction.weight.value_or(1.0);
   if (path_ == GpuPath::kDirect) {
     const auto* arena = static_cast<const char*>(e_.arena_);
     for (size_t t = 0; t < n_; ++t) {
@@ -173,78 +197,90 @@ void Run::fill_slot() {
       cuda_.copy(device<char>(0), host<char>(0), uploaded_, compute_));
 }
 
-// Everything that all ranks must have the same, and the flags of each.
+Header Run::header(char* data, size_t stride) const {
+  Header header{};
+  header.data = data;
+  header.stride = stride;
+  header.hash = hash_of(operation_->facts());
+  header.type = DType::kOpaque;
+  header.tensors = static_cast<uint32_t>(n_);
+  header.rank = e_.rank_;
+  header.size = e_.size_;
+  return header;
+}
+
+void Run::propose(const Header& to, size_t copies, size_t items) {
+  ProposeArgs args{};
+  args.to = to;
+  args.copies = static_cast<uint32_t>(copies);
+  args.items = static_cast<uint32_t>(items);
+  args.used = task_.used;
+  args.found_inf = task_.found_inf;
+  args.weight = task_.reduction.weight.value_or(1.0);
+  check("propose", cuda_.propose(&args, compute_));
+}
+
+void Run::meet_ranks() {
+  OpDescriptor kind = operation_->facts();
+  kind.value_hash = 0;
+  if (alone() || operation_->captured_ || e_.known_.count(hash_of(kind)) != 0) {
+    return;
+  }
+  const size_t mine = kinds_ + static_cast<size_t>(e_.rank_) * kKindBytes;
+  propose(header(device<char>(mine), 0), 1, kKindBytes);
+  order(compute_, e_.events_.proposed, wire_);
+  gather(mine, kinds_, kKindBytes);
+  PrepareArgs args{};
+  args.from = header(device<char>(kinds_), kKindBytes);
+  args.from.tensors = 0;
+  args.mismatch = &e_.flags_->mismatch;
+  args.sequence = operation_->sequence;
+  check("prepare", cuda_.prepare(&args, wire_));
+  const Event agreed = e_.events_.agreed.get();
+  check("cudaEventRecord", cuda_.event_record(agreed, wire_));
+  e_.await_agreement(*operation_, agreed);
+  e_.known_.insert(hash_of(kind));
+}
+
 void Run::agree() {
-  ProposeArgs propose{};
-  propose.agree = device<uint8_t>(agree_);
-  propose.used = task_.used;
-  propose.found_inf = task_.found_inf;
-  const OpDescriptor facts = operation_->facts();
-  propose.hash = hash_of(facts);
-  propose.tensors = static_cast<uint32_t>(n_);
-  check("propose", cuda_.propose(&propose, compute_));
+  if (rides_) {
+    return;
+  }
+  const size_t bytes = slot_header();
+  const size_t mine = headers_ + static_cast<size_t>(e_.rank_) * bytes;
+  propose(header(device<char>(mine), 0), 1, bytes);
   if (alone()) {
-    if (weighted_) {
-      check(
-          "cudaMemcpyAsync",
-          cuda_.copy(
-              device<double>(weights_),
-              device<double>(weight_),
-              sizeof(double),
-              compute_));
-    }
     return;
   }
   order(compute_, e_.events_.proposed, wire_);
-  e_.carrier_->maximum(propose.agree, kAgreeBytes, wire_);
-  OpDescriptor kind = facts;
-  kind.value_hash = 0;
-  const bool unknown = !operation_->captured_ &&
-      (e_.known_.count(hash_of(kind)) == 0 || e_.carrier_->waits_on_host());
-  if (unknown || weighted_ || path_ == GpuPath::kDirect) {
-    report_mismatch();
-  }
-  if (unknown) {
-    const Event agreed = e_.events_.agreed.get();
-    check("cudaEventRecord", cuda_.event_record(agreed, wire_));
-    e_.await_agreement(*operation_, agreed);
-    e_.known_.insert(hash_of(kind));
-  }
-  if (weighted_) {
-    gather(weight_, weights_, sizeof(double));
-  }
+  gather(mine, headers_, bytes);
   if (path_ == GpuPath::kDirect) {
     gather(offsets_, all_offsets_, 2 * n_ * sizeof(uint64_t));
   }
   check("cudaEventRecord", cuda_.event_record(e_.events_.agreed.get(), wire_));
 }
 
-void Run::report_mismatch() {
-  PrepareArgs p{};
-  p.agree = device<uint8_t>(agree_);
-  p.mismatch = &e_.flags_->mismatch;
-  p.sequence = operation_->sequence;
-  check("prepare", cuda_.prepare(&p, wire_));
-}
-
 void Run::gather(size_t from, size_t to, size_t bytes) {
   e_.carrier_->all_gather(device<char>(from), device<char>(to), bytes, wire_);
 }
 
-// Once, before the first kernel that needs to know what was agreed.
 void Run::prepare() {
   if (prepared_) {
     return;
   }
   prepared_ = true;
-  if (!alone()) {
-    check(
-        "cudaStreamWaitEvent",
-        cuda_.stream_wait_event(compute_, e_.events_.agreed.get()));
+  PrepareArgs p{};
+  if (rides_) {
+    p.from = riding_header(reduced(0));
+  } else {
+    p.from = header(device<char>(headers_), slot_header());
+    if (!alone()) {
+      check(
+          "cudaStreamWaitEvent",
+          cuda_.stream_wait_event(compute_, e_.events_.agreed.get()));
+    }
   }
   const StepCall* step = task_.step;
-  PrepareArgs p{};
-  p.agree = device<uint8_t>(agree_);
   p.tensors = task_.updates ? device<TensorInfo>(tensors_) : nullptr;
   p.hypers = device<kernels::Hyper>(hypers_);
   p.lrs = has_lrs_ ? device<const void*>(lrs_) : nullptr;
@@ -257,12 +293,23 @@ void Run::prepare() {
   p.found_inf = task_.found_inf;
   p.mismatch = &e_.flags_->mismatch;
   p.sequence = operation_->sequence;
-  p.num_tensors = static_cast<uint32_t>(n_);
-  p.size = e_.size_;
   check("prepare", cuda_.prepare(&p, compute_));
 }
 
-Chunk Run::chunk(size_t t) const {
+// Behind the gradients of a block of the first chunk.
+Header Run::riding_header(char* block) const {
+  const size_t element = dtype_size(task_.grad_type);
+  Header riding =
+      header(block + chunks()[0].block * element, sent(0) * element);
+  if (!folds_) {
+    riding.type = task_.grad_type;
+    riding.op = task_.red_op;
+    riding.weighted = weighted_;
+  }
+  return riding;
+}
+
+Chunk Run::chunk(size_t t, size_t block) const {
   const ChunkLayout& c = chunks()[t];
   return {
       device<TensorInfo>(tensors_),
@@ -272,7 +319,7 @@ Chunk Run::chunk(size_t t) const {
       e_.rank_,
       e_.size_,
       0,
-      c.block};
+      block};
 }
 
 void Run::pass(bool reduces, Middle middle, bool gathers) {
@@ -296,12 +343,12 @@ void Run::pass(bool reduces, Middle middle, bool gathers) {
     }
     if (t >= 1 && t - 1 < n) {
       const size_t u = t - 1;
-      prepare();
       if (reduces && !alone()) {
         check(
             "cudaStreamWaitEvent",
             cuda_.stream_wait_event(compute_, ev.reduced[u % 2].get()));
       }
+      prepare();
       work_on(u, middle, reduces);
       if (gathers) {
         order(compute_, ev.updated[u % 2], wire_);
@@ -324,8 +371,13 @@ void Run::pack(size_t t) {
   if (chunks()[t].whole) {
     return;
   }
+  if (const size_t header = chunks()[t].header; header != 0) {
+    const size_t items = folds_ ? header * dtype_size(task_.grad_type) : header;
+    propose(
+        riding_header(grad_block(t, 0)), static_cast<size_t>(e_.size_), items);
+  }
   PackArgs args{};
-  args.chunk = chunk(t);
+  args.chunk = chunk(t, sent(t));
   args.wire = grad_block(t, 0);
   args.type = task_.widens ? task_.program->dtype : task_.grad_type;
   args.widens = task_.widens;
@@ -339,13 +391,13 @@ void Run::reduce_scatter(size_t t) {
                              : static_cast<const void*>(grad_block(t, 0));
   if (folds_) {
     e_.carrier_->all_to_all(
-        from, received(t), c.block * dtype_size(task_.grad_type), wire_);
+        from, received(t), sent(t) * dtype_size(task_.grad_type), wire_);
     return;
   }
   e_.carrier_->reduce_scatter(
       from,
       grad_block(t, e_.rank_),
-      c.block,
+      sent(t),
       task_.grad_type,
       task_.red_op,
       wire_);
@@ -355,7 +407,7 @@ UpdateArgs Run::update_args(size_t t, bool reduced_here) const {
   const StepCall& step = *task_.step;
   const StepHyper& h = step.hypers[0];
   UpdateArgs u{};
-  u.chunk = chunk(t);
+  u.chunk = chunk(t, sent(t));
   u.formula = formula(task_.op);
   u.param_type = step.param_type;
   u.grad_type = step.grad_type;
@@ -376,14 +428,14 @@ UpdateArgs Run::update_args(size_t t, bool reduced_here) const {
 void Run::work_on(size_t t, Middle middle, bool reduced_here) {
   if (middle == Middle::kOutputs) {
     UnpackArgs args{};
-    args.chunk = chunk(t);
+    args.chunk = chunk(t, sent(t));
     args.wire = reduced(t);
     args.type = task_.grad_type;
     args.to_outputs = true;
     args.folds = folds_;
+    args.scalars = device<TensorScalars>(scalars_);
     args.divisor = divisor();
     args.weights = weighted_ ? device<double>(weights_) : nullptr;
-    args.used = task_.used;
     check("unpack", cuda_.unpack(&args, compute_));
     return;
   }
@@ -402,7 +454,7 @@ void Run::work_on(size_t t, Middle middle, bool reduced_here) {
 }
 
 void Run::all_gather(size_t t) {
-  for (size_t k = 0; k < task_.results.size(); ++k) {
+  for (size_t k = 0; chunks()[t].block != 0 && k < task_.results.size(); ++k) {
     e_.carrier_->all_gather(
         param_block(t, e_.rank_, k),
         param_block(t, 0, k),
@@ -414,7 +466,7 @@ void Run::all_gather(size_t t) {
 void Run::unpack(size_t t) {
   for (size_t k = 0; k < task_.results.size(); ++k) {
     UnpackArgs args{};
-    args.chunk = chunk(t);
+    args.chunk = chunk(t, chunks()[t].block);
     args.chunk.tensors += k; // a program's pieces are of the first one
     args.wire = param_block(t, 0, k);
     args.type = task_.results[k];

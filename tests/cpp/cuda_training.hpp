@@ -194,6 +194,14 @@ class GpuTraining {
     call.hypers[0].first_step = call.hypers[0].first_step && steps == 0;
   }
 
+  // Gradients are as they came.
+  bool holds_gradients() const {
+    bool all = true;
+    for (size_t t = 0; t < memory_->parts.size(); ++t) {
+      all = all && memory_->parts[t].grad.holds(gradient(t, r_.rank));
+    }
+    return all;
+  }
   GpuBuffer& param(size_t t) {
     return memory_->parts[t].param;
   }

@@ -41,18 +41,6 @@ class FakeCarrier final : public cuda::Carrier {
     }
   }
 
-  void maximum(uint8_t* data, size_t count, cuda::Stream stream) override {
-    check(
-        "ncclAllReduce",
-        fake_gpu::nccl().all_reduce(
-            data,
-            data,
-            count,
-            cuda::kNcclUint8,
-            fake::kNcclMax,
-            comm_,
-            stream));
-  }
   void reduce_scatter(
       const void* from,
       void* to,

@@ -87,6 +87,17 @@ TEST(cuda_engine_whole_tensors) {
             training.step();
             training.check(0);
           }
+          // Nothing is packed: the header is alone.
+          for (const StepTypes& types : step_types({kSingles, kStepTypes[2]})) {
+            GpuTraining training(r, adam(), types, {2 * large});
+            training.weights.assign(types.master ? size_t(r.size) : 0, 0.5);
+            training.uses = [](int rank, size_t) { return rank == 1; };
+            for (int step = 0; step < 2; ++step) {
+              training.load();
+              training.step();
+              training.check();
+            }
+          }
           GpuTraining lamb(r, recipe(OpCode::kFusedLamb), kSingles, {large, 5});
           lamb.load();
           lamb.reduce_and_step(true);
@@ -192,6 +203,76 @@ TEST(cuda_engine_order_of_calls) {
   CHECK(first.size() > 20);
   CHECK(first == order_of(1));
   CHECK(first == order_of(2));
+}
+
+// A step of a known kind needs its data's collectives alone, and no host waits:
+// each rank's call returns before the next one's.
+TEST(cuda_engine_calls_of_a_steady_step) {
+  const Clean clean;
+  constexpr size_t kLarge = 262144; // a chunk by itself
+  const struct {
+    StepTypes types;
+    std::vector<size_t> counts;
+    uint64_t reduce_scatters, all_to_alls, all_gathers;
+    OpCode op = OpCode::kFusedAdamW;
+    std::vector<double> weights;
+  } cases[] = {
+      {kSingles, {3000, 70}, 1, 0, 1},
+      {kSingles, {3000, 70}, 1, 0, 1, OpCode::kFusedAdamW, {0.5, 3}},
+      {kStepTypes[2], {3000, 70}, 0, 1, 1},
+      {kStepTypes[2], {3000, 70}, 0, 1, 1, OpCode::kFusedAdamW, {0.5, 3}},
+      {kSingles, {3000, 70}, 1, 0, 2, OpCode::kFusedLamb}, // and norms
+      {kSingles, {kLarge, 70}, 2, 0, 2},
+      {kSingles, {kLarge}, 2, 0, 1}, // its header is a chunk by itself
+      {kSingles, {}, 1, 0, 0}};
+  constexpr const char* kWaits[] = {
+      "stream_synchronize", "ncclAllReduce", "allocate", "host_allocate"};
+  for (const auto& c : cases) {
+    EngineWith with;
+    with.settings = cuda_settings(size_t{1} << 20);
+    with.settings.wide_half_sums = true;
+    std::map<std::string, uint64_t> before;
+    const auto made = [&](const char* name) {
+      return hooks().calls(name) - before[name];
+    };
+    on_threads(2, [&](int rank, Store& store) {
+      GpuRank r(rank, 2, store, with);
+      GpuTraining training(r, recipe(c.op), c.types, c.counts);
+      training.weights = c.weights;
+      for (int step = 0; step < 2; ++step) {
+        training.load();
+        training.step();
+        training.check();
+      }
+      training.load();
+      r.sync();
+      r.meet("known");
+      if (rank == 0) {
+        for (const char* name :
+             {"ncclReduceScatter", "ncclAlltoAll", "ncclAllGather"}) {
+          before[name] = hooks().calls(name);
+        }
+        for (const char* name : kWaits) {
+          before[name] = hooks().calls(name);
+        }
+      }
+      r.meet("counted");
+      for (int turn = 0; turn < 2; ++turn) {
+        if (turn == rank) {
+          training.step();
+        }
+        r.meet(formatted("turn {}", turn).c_str());
+      }
+      CHECK_EQ(made("ncclReduceScatter"), 2 * c.reduce_scatters);
+      CHECK_EQ(made("ncclAlltoAll"), 2 * c.all_to_alls);
+      CHECK_EQ(made("ncclAllGather"), 2 * c.all_gathers);
+      for (const char* name : kWaits) {
+        CHECK_EQ(made(name), 0u);
+      }
+      r.meet("seen");
+      training.check();
+    });
+  }
 }
 
 TEST(cuda_engine_reuses_memory) {
@@ -481,6 +562,7 @@ TEST(cuda_engine_without_direct_path) {
 
 // A link by which the library is another one.
 TEST(cuda_engine_libraries) {
+  CHECK(fake_gpu::nccl().is_torchs); // no torch for CUDA is there
   const Clean clean("FUSEDPG_FAKE_NCCL_VERSION", "22704");
   const std::string link = formatted("/tmp/fusedpg-fake-{}.so", getpid());
   unlink(link.c_str());
@@ -490,10 +572,16 @@ TEST(cuda_engine_libraries) {
   CHECK_EQ(load_nccl_api(link).version, 22803);
   unlink(link.c_str());
 
-  // Beside torch's, whose symbols are global.
+  // Beside torch's, whose symbols are global, and which is linked into torch:
+  // somebody else has loaded this one.
   CHECK(dlopen(FUSEDPG_SECOND_NCCL_22800, RTLD_NOW | RTLD_GLOBAL) != nullptr);
+  CHECK(load_nccl_api(FUSEDPG_SECOND_NCCL_22800).is_torchs);
   if (!kSanitized) {
-    CHECK_EQ(load_nccl_api(FUSEDPG_SECOND_NCCL_22900).version, 22900);
+    CHECK(
+        dlopen(FUSEDPG_SECOND_NCCL_22900, RTLD_NOW | RTLD_DEEPBIND) != nullptr);
+    const NcclApi& other = load_nccl_api(FUSEDPG_SECOND_NCCL_22900);
+    CHECK_EQ(other.version, 22900);
+    CHECK(!other.is_torchs);
   }
 
   CHECK_THROWS(load_nccl_api("/none.so"), Error, "FUSEDPG_NCCL_LIB");

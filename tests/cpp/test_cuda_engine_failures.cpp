@@ -129,23 +129,85 @@ TEST(cuda_engine_mismatches) {
 // waits, and nothing is written.
 TEST(cuda_engine_mismatch_of_a_later_step) {
   const Clean clean;
-  on_threads(2, [](int rank, Store& store) {
-    GpuRank r(rank, 2, store);
-    GpuTraining training(r, adam(), kSingles, {3000, 70});
-    training.load();
-    training.step();
-    training.check();
-    r.engine.drain(kLong);
-    training.call.hypers[0].lr *= rank + 1;
-    training.load();
-    expect_failure(
-        r,
-        ErrorKind::kMismatch,
-        {"ranks disagree", "rank 1: fused_adamw", "learning rate"},
-        [&] { return training.step(); });
-    r.sync();
-    CHECK(training.param(0).holds(training.expected_param(0)));
-  });
+  constexpr size_t kLarge = 262144; // a chunk by itself
+  const struct {
+    StepTypes types;
+    std::vector<size_t> counts;
+    bool half_sums_on_the_wire;
+    OpCode op = OpCode::kFusedAdamW;
+    std::vector<double> weights;
+    bool reduced = false;
+  } cases[] = {
+      {kSingles, {3000, 70}, false},
+      {kSingles, {kLarge}, false},
+      {kSingles, {kLarge, kLarge}, false},
+      {kSingles, {kLarge, 5}, false},
+      {kSingles, {0, 0}, false},
+      {kStepTypes[2], {3000, 70}, false},
+      {kStepTypes[2], {2 * kLarge}, false},
+      {kStepTypes[2], {3000, 70}, true},
+      {kSingles, {3000, 70}, false, OpCode::kFusedLamb},
+      {kSingles, {3000, 70}, false, OpCode::kFusedAdamW, {0.5, 2}},
+      {kStepTypes[2], {3000, 70}, false, OpCode::kFusedAdamW, {0.5, 2}},
+      {kSingles, {3000, 70}, false, OpCode::kFusedAdamW, {}, true}};
+  for (const auto& c : cases) {
+    on_threads(2, [&](int rank, Store& store) {
+      EngineWith with;
+      with.settings = cuda_settings(size_t{1} << 20);
+      with.settings.wide_half_sums = !c.half_sums_on_the_wire;
+      GpuRank r(rank, 2, store, with);
+      GpuTraining training(r, recipe(c.op), c.types, c.counts);
+      training.weights = c.weights;
+      const auto step = [&] {
+        c.reduced ? training.reduce_and_step(true) : void(training.step());
+      };
+      training.load();
+      step();
+      training.check();
+      r.engine.drain(kLong);
+      training.call.hypers[0].lr *= rank + 1;
+      training.load();
+      expect_error(
+          ErrorKind::kMismatch,
+          {"ranks disagree", "rank 1: fused", "learning rate"},
+          [&] {
+            step();
+            r.engine.drain(kLong);
+          });
+      r.sync();
+      for (size_t t = 0; t < c.counts.size(); ++t) {
+        CHECK(training.param(t).holds(training.expected_param(t)));
+      }
+    });
+  }
+}
+
+// Both are known, and their sizes fit.
+TEST(cuda_engine_mismatch_of_known_shards) {
+  const Clean clean;
+  for (const StepTypes& types : {kSingles, kStepTypes[2]}) {
+    on_threads(2, [&](int rank, Store& store) {
+      GpuRank r(rank, 2, store);
+      GpuTraining training(r, adam(), types, {3000, 70});
+      ShardsCall shards = training.shards();
+      const auto reduce = [&](bool mean) {
+        shards.reduction.mean = mean;
+        return r.engine.reduce_shards(shards, training.submission());
+      };
+      for (const bool mean : {false, true}) {
+        training.load();
+        finish(reduce(mean));
+      }
+      training.load();
+      expect_failure(
+          r,
+          ErrorKind::kMismatch,
+          {"ranks disagree", "rank 1: reduce_shards", "reduction"},
+          [&] { return reduce(rank == 1); });
+      r.sync();
+      CHECK(training.holds_gradients());
+    });
+  }
 }
 
 // An operation that has ended well before nobody has looked stays so.
@@ -173,32 +235,38 @@ TEST(cuda_engine_mismatch_behind_another_step) {
   });
 }
 
-// A rank that knows its call does not wait; the other one's is new to it, so it
-// hears of the difference first, and leaves this one alone in what comes next.
+// A rank that knows its call does not wait, nor does another one that knows its
+// own, of other sizes: they hang in different collectives, and ask each other.
 TEST(cuda_engine_mismatch_of_a_known_step) {
   const Clean clean;
-  on_threads(2, [](int rank, Store& store) {
-    GpuRank r(rank, 2, store);
-    GpuTraining known(r, adam(), kSingles, {3000, 70});
-    GpuTraining other(r, adam(), kSingles, {4000, 70});
-    known.load();
-    known.step();
-    known.check();
-    r.engine.drain(kLong);
-    GpuTraining& training = rank == 0 ? known : other;
-    training.load();
-    const auto begin = Clock::now();
-    expect_failure(
-        r,
-        ErrorKind::kMismatch,
-        {"ranks disagree",
-         rank == 0 ? "number of elements 3070 here, 4070 there"
-                   : "number of elements 4070 here, 3070 there"},
-        [&] { return training.step(); });
-    CHECK(seconds_since(begin) < 8);
-    r.sync();
-    CHECK(training.param(0).holds(training.expected_param(0)));
-  });
+  for (const bool both_known : {false, true}) {
+    on_threads(2, [&](int rank, Store& store) {
+      GpuRank r(rank, 2, store);
+      GpuTraining known(r, adam(), kSingles, {3000, 70});
+      GpuTraining other(r, adam(), kSingles, {4000, 70});
+      for (GpuTraining* one : {&known, &other}) {
+        if (one == &known || both_known) {
+          one->load();
+          one->step();
+          one->check();
+        }
+      }
+      r.engine.drain(kLong);
+      GpuTraining& training = rank == 0 ? known : other;
+      training.load();
+      const auto begin = Clock::now();
+      expect_failure(
+          r,
+          ErrorKind::kMismatch,
+          {"ranks disagree",
+           rank == 0 ? "number of elements 3070 here, 4070 there"
+                     : "number of elements 4070 here, 3070 there"},
+          [&] { return training.step(); });
+      CHECK(seconds_since(begin) < 8);
+      r.sync();
+      CHECK(training.param(0).holds(training.expected_param(0)));
+    });
+  }
 }
 
 // Where ranks' settings make other chunks of the same tensors.
@@ -510,6 +578,29 @@ TEST(cuda_engine_out_of_host_memory) {
     }
     CHECK(seconds_since(begin) < 8);
     r.meet("end");
+  });
+}
+
+// A call that waits for a rank to come to its first one of a kind.
+TEST(cuda_engine_abort_in_a_first_call) {
+  const Clean clean;
+  on_threads(2, [](int rank, Store& store) {
+    GpuRank r(rank, 2, store);
+    GpuTraining training(r, adam(), kSingles, {3000});
+    training.load();
+    if (rank == 0) {
+      const auto begin = Clock::now();
+      std::thread aborter([&] {
+        std::this_thread::sleep_for(milliseconds(50));
+        r.engine.abort("fused: enough");
+      });
+      expect_error(ErrorKind::kAborted, {"enough"}, [&] { training.step(); });
+      aborter.join();
+      CHECK(seconds_since(begin) < 8);
+      r.sync();
+      CHECK(training.param(0).holds(training.expected_param(0)));
+    }
+    r.meet("aborted");
   });
 }
 

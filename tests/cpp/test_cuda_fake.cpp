@@ -151,13 +151,18 @@ TEST(fake_devices_and_handles) {
     const OwnEvent elsewhere;
     CHECK_EQ(gpu().event_record(elsewhere, a), 400);
     CHECK_EQ(gpu().event_record(here, a), 0);
-    uint8_t agree[kAgreeBytes] = {};
-    const ProposeArgs args{agree, nullptr, nullptr, 0x1234, 2, 0};
+    char header[kHeaderFlags] = {};
+    ProposeArgs args{};
+    args.to.data = header;
+    args.to.hash = 0x1234;
+    args.to.type = DType::kOpaque;
+    args.copies = 1;
+    args.items = sizeof header;
     CHECK_EQ(gpu().propose(&args, a), 400); // not this device's
     CHECK_EQ(gpu().propose(&args, nullptr), 0);
     CHECK_EQ(gpu().stream_synchronize(nullptr), 0);
-    CHECK_EQ(agree[kAgreeHash], 0x34);
-    CHECK_EQ(agree[kAgreeComplement], 0xcb);
+    CHECK_EQ(header[0], 0x34);
+    CHECK_EQ(header[1], 0x12);
     CHECK_EQ(gpu().set_device(0), 0);
   }
   CHECK_EQ(gpu().stream_synchronize(stream), 400);

@@ -134,8 +134,35 @@ void check_lists(const Layout& l, size_t tensors) {
       l.pieces.size(), tensors, l.piece_list, l.piece_begin, of_piece);
 }
 
+// The same with a header, which has a chunk of its own if nothing is packed.
+void check_header(const Layout& without, const Input& in) {
+  constexpr size_t kHeader = 3 * kAligned;
+  const Layout l =
+      make_layout(in.counts, in.size, in.max_block, in.whole_from, kHeader);
+  const size_t own = without.chunks.empty() || without.chunks[0].whole ? 1 : 0;
+  if (!CHECK_EQ(l.chunks.size(), without.chunks.size() + own)) {
+    return;
+  }
+  size_t max_block = without.max_block;
+  for (size_t t = 0; t < l.chunks.size(); ++t) {
+    const ChunkLayout& c = l.chunks[t];
+    CHECK_EQ(c.header, t == 0 ? kHeader : 0u);
+    CHECK(t != 0 || !c.whole);
+    max_block = std::max(max_block, c.block + c.header);
+    if (t >= own) {
+      const ChunkLayout& other = without.chunks[t - own];
+      CHECK(c.block == other.block && c.first_tile == other.first_tile);
+      CHECK(c.whole == other.whole && c.num_tiles == other.num_tiles);
+    } else {
+      CHECK(c.block == 0 && c.num_tiles == 0);
+    }
+  }
+  CHECK_EQ(max_block, l.max_block);
+}
+
 void check_layout(const Input& in) {
   const Layout l = make_layout(in.counts, in.size, in.max_block, in.whole_from);
+  check_header(l, in);
   check_pieces(l, in);
   check_chunks(l, in);
   check_lists(l, in.counts.size());
@@ -180,8 +207,8 @@ TEST(cuda_layout_examples) {
     whole += c.whole;
   }
   CHECK_EQ(whole, 1u);
-  CHECK(l.chunks[0].whole);
-  CHECK_EQ(l.chunks[0].tensor, 0u);
+  CHECK(l.chunks.back().whole);
+  CHECK_EQ(l.chunks.back().tensor, 0u);
   CHECK_EQ(l.max_block, 64u);
   // 32 + 352 + 512 + 32 elements.
   CHECK_EQ(l.chunks.size(), 1u + 15);

@@ -14,25 +14,126 @@ struct Proposal {
   uint64_t hash = kHash;
   std::vector<uint8_t> used;
   float found_inf = 0;
+  double weight = 1;
 };
 
-// What the ranks' all-reduce with MAX gives.
-std::vector<uint8_t> agree(const std::vector<Proposal>& ranks) {
-  std::vector<uint8_t> all(kAgreeBytes);
-  for (const Proposal& p : ranks) {
-    std::vector<uint8_t> mine(kAgreeBytes, 0xaa);
-    run(&CudaApi::propose,
-        {mine.data(),
-         p.used.empty() ? nullptr : p.used.data(),
-         &p.found_inf,
-         p.hash,
-         kTensors,
-         0});
-    for (uint32_t i = 0; i < kAgreeBytes; ++i) {
-      all[i] = std::max(all[i], mine[i]);
-    }
+// How headers lie; kOpaque: raw.
+struct Form {
+  DType type = DType::kOpaque;
+  RedOp op = RedOp::kSum;
+  bool weighted = false;
+};
+
+double number_at(const char* data, DType type) {
+  int32_t single = 0;
+  int64_t wide = 0;
+  switch (type) {
+    case DType::kInt32:
+      std::memcpy(&single, data, sizeof single);
+      return single;
+    case DType::kInt64:
+      std::memcpy(&wide, data, sizeof wide);
+      return static_cast<double>(wide);
+    default:
+      Array one(type, 1, 0, 0);
+      std::memcpy(one.pointer(), data, dtype_size(type));
+      return one.get(0);
   }
-  return all;
+}
+
+void set_number(char* data, DType type, double value) {
+  const auto single = static_cast<int32_t>(value);
+  const auto wide = static_cast<int64_t>(value);
+  switch (type) {
+    case DType::kInt32:
+      std::memcpy(data, &single, sizeof single);
+      return;
+    case DType::kInt64:
+      std::memcpy(data, &wide, sizeof wide);
+      return;
+    default:
+      Array one(type, 1, 0, 0);
+      one.set(0, value);
+      std::memcpy(data, one.pointer(), dtype_size(type));
+  }
+}
+
+// What all ranks have proposed, as it arrives.
+struct Headers {
+  std::vector<char> data;
+  Header header{};
+
+  explicit Headers(const std::vector<Proposal>& ranks, Form form = {}) {
+    const bool raw = form.type == DType::kOpaque;
+    const size_t element = raw ? 1 : dtype_size(form.type);
+    const size_t items = raw
+        ? (header_bytes(kTensors) + 7) / 8 * 8
+        : coded_elements(kTensors, form.weighted, ranks.size()) + 3;
+    header.stride = items * element;
+    header.hash = ranks[0].hash;
+    header.type = form.type;
+    header.op = form.op;
+    header.weighted = form.weighted;
+    header.tensors = kTensors;
+    header.size = static_cast<int32_t>(ranks.size());
+    std::vector<char> reduced;
+    for (size_t r = 0; r < ranks.size(); ++r) {
+      const Proposal& p = ranks[r];
+      std::vector<char> mine(2 * header.stride, 0x5a);
+      header.data = mine.data();
+      header.hash = p.hash;
+      header.rank = static_cast<int32_t>(r);
+      run(&CudaApi::propose,
+          {header,
+           2,
+           static_cast<uint32_t>(items),
+           p.used.empty() ? nullptr : p.used.data(),
+           &p.found_inf,
+           p.weight});
+      // Both are the same.
+      CHECK(
+          std::equal(
+              mine.begin(),
+              mine.begin() + static_cast<ptrdiff_t>(header.stride),
+              mine.begin() + static_cast<ptrdiff_t>(header.stride)));
+      mine.resize(header.stride);
+      if (raw) {
+        data.insert(data.end(), mine.begin(), mine.end());
+        continue;
+      }
+      for (size_t i = 0; r != 0 && i < items; ++i) {
+        const double a = number_at(data.data() + i * element, form.type);
+        const double b = number_at(mine.data() + i * element, form.type);
+        set_number(
+            mine.data() + i * element,
+            form.type,
+            form.op == RedOp::kMin       ? std::min(a, b)
+                : form.op == RedOp::kMax ? std::max(a, b)
+                                         : a + b);
+      }
+      data = mine;
+    }
+    header.data = data.data();
+    header.hash = ranks[0].hash;
+    header.rank = 0;
+  }
+};
+
+std::vector<Form> all_forms() {
+  std::vector<Form> forms{{}};
+  for (const DType type :
+       {DType::kFloat32,
+        DType::kFloat64,
+        DType::kFloat16,
+        DType::kBFloat16,
+        DType::kInt32,
+        DType::kInt64}) {
+    for (const RedOp op : {RedOp::kSum, RedOp::kMin, RedOp::kMax}) {
+      forms.push_back({type, op, false});
+    }
+    forms.push_back({type, RedOp::kSum, true});
+  }
+  return forms;
 }
 
 // A list of five tensors: two groups, one tensor without a counter.
@@ -46,7 +147,7 @@ struct Prepared {
   uint64_t mismatch = 0;
   PrepareArgs args{};
 
-  explicit Prepared(const std::vector<uint8_t>* agreed) {
+  explicit Prepared(const Headers* headers) {
     hypers[0] = all_variants()[3].hyper;
     hypers[1] = all_variants()[6].hyper;
     hypers[1].maximize = true;
@@ -54,7 +155,10 @@ struct Prepared {
       tensors[t].step = t == 4 ? nullptr : &steps[t];
       tensors[t].hyper = t % 2;
     }
-    args.agree = agreed == nullptr ? nullptr : agreed->data();
+    if (headers != nullptr) {
+      args.from = headers->header;
+    }
+    args.from.tensors = kTensors;
     args.tensors = tensors.data();
     args.hypers = hypers;
     args.divisor = 2;
@@ -63,8 +167,6 @@ struct Prepared {
     args.found_inf = &found_inf;
     args.mismatch = &mismatch;
     args.sequence = 17;
-    args.num_tensors = kTensors;
-    args.size = 2;
   }
   bool steps_are(std::vector<float> wanted) const {
     return std::equal(wanted.begin(), wanted.end(), steps);
@@ -118,63 +220,120 @@ TEST(cuda_tiles_prepare) {
   }
 }
 
+// Every bit of them arrives.
 TEST(cuda_tiles_prepare_weights) {
   const Clean clean("FUSEDPG_FAKE_DELAY_US", "0");
-  for (const double second : {0.0, 3.0}) {
-    Prepared p(nullptr);
-    const double weights[] = {second / 2, second};
-    p.args.weights = weights;
-    p.args.divisor = 1;
-    run(&CudaApi::prepare, p.args);
-    CHECK_EQ(p.scalars[0].grad_factor, second == 0 ? 0 : 1.0 / 4.5);
-    CHECK_EQ(p.scalars[1].grad_factor, second == 0 ? 0 : -1.0 / 4.5);
+  for (const Form& form : all_forms()) {
+    if (form.type != DType::kOpaque && !form.weighted) {
+      continue;
+    }
+    for (const double second : {0.0, 3.0, 1 / 3.0}) {
+      std::vector<Proposal> ranks(3);
+      ranks[0].weight = second / 7;
+      ranks[1].weight = second;
+      ranks[2].weight = second * 1e-9;
+      const Headers headers(ranks, form);
+      Prepared p(&headers);
+      double weights[3] = {9, 9, 9};
+      p.args.weights = weights;
+      p.args.divisor = 1;
+      run(&CudaApi::prepare, p.args);
+      const double total =
+          0.0 + ranks[0].weight + ranks[1].weight + ranks[2].weight;
+      for (size_t r = 0; r < 3; ++r) {
+        CHECK_EQ(weights[r], ranks[r].weight);
+      }
+      CHECK_EQ(p.scalars[0].grad_factor, second == 0 ? 0 : 1.0 / total);
+      CHECK_EQ(p.scalars[1].grad_factor, second == 0 ? 0 : -1.0 / total);
+      CHECK_EQ(p.mismatch, 0u);
+    }
   }
 }
 
 TEST(cuda_tiles_agreement) {
   const Clean clean("FUSEDPG_FAKE_DELAY_US", "0");
-  Proposal one;
-  one.used = {1, 0, 0, 0, 0};
-  Proposal other;
-  other.used = {0, 0, 7, 0, 0};
-  const auto any = agree({one, other});
-  Prepared p(&any);
-  run(&CudaApi::prepare, p.args);
-  CHECK(p.used == (std::vector<uint8_t>{1, 0, 1, 0, 0}));
-  CHECK(p.steps_are({1, 4, 10, 99, 7}));
-  CHECK(!p.scalars[0].skip && p.scalars[1].skip && p.scalars[4].skip);
-  CHECK(p.found_inf == 0 && p.mismatch == 0);
-
-  // Null: all are used.
-  const auto all = agree({one, Proposal()});
-  Prepared whole(&all);
-  run(&CudaApi::prepare, whole.args);
-  CHECK(whole.used == std::vector<uint8_t>(kTensors, 1));
-
-  other.found_inf = std::numeric_limits<float>::quiet_NaN();
-  const auto infinite = agree({one, other});
-  Prepared q(&infinite);
-  run(&CudaApi::prepare, q.args);
-  CHECK(q.found_inf == 1 && q.mismatch == 0);
-  CHECK(q.steps_are({0, 4, 9, 99, 7}));
-  CHECK(q.scalars[0].skip && q.scalars[2].skip);
-  CHECK(q.used == (std::vector<uint8_t>{1, 0, 1, 0, 0}));
-
-  for (const uint64_t hash : {kHash ^ 1, kHash ^ (uint64_t(1) << 63), ~kHash}) {
-    other.hash = hash;
-    const auto different = agree({one, other});
-    Prepared r(&different);
-    run(&CudaApi::prepare, r.args);
-    CHECK(r.mismatch == 17 && r.found_inf == 0);
-    CHECK(r.steps_are({0, 4, 9, 99, 7}));
-    CHECK(r.used == std::vector<uint8_t>(kTensors, 9));
-    CHECK(r.scalars[0].skip && r.scalars[1].skip);
-    // Flags alone, as reduce_shards needs them.
-    Prepared flags(&different);
+  for (const Form& form : all_forms()) {
+    Proposal one;
+    one.used = {1, 0, 0, 0, 0};
+    Proposal other;
+    other.used = {0, 0, 7, 0, 0};
+    const Headers any({one, other}, form);
+    Prepared p(&any);
+    run(&CudaApi::prepare, p.args);
+    CHECK(p.used == (std::vector<uint8_t>{1, 0, 1, 0, 0}));
+    CHECK(p.steps_are({1, 4, 10, 99, 7}));
+    CHECK(!p.scalars[0].skip && p.scalars[1].skip && p.scalars[4].skip);
+    CHECK(p.found_inf == 0 && p.mismatch == 0);
+    // Without an update, as reduce_shards needs them.
+    Prepared flags(&any);
     flags.args.tensors = nullptr;
-    flags.args.num_tensors = 0;
     run(&CudaApi::prepare, flags.args);
-    CHECK(flags.mismatch == 17);
+    CHECK(flags.steps_are({0, 4, 9, 99, 7}));
+    CHECK(!flags.scalars[0].skip && flags.scalars[1].skip);
+
+    // Null: all are used.
+    const Headers all({one, Proposal()}, form);
+    Prepared whole(&all);
+    run(&CudaApi::prepare, whole.args);
+    CHECK(whole.used == std::vector<uint8_t>(kTensors, 1));
+
+    other.found_inf = std::numeric_limits<float>::quiet_NaN();
+    const Headers infinite({one, other}, form);
+    Prepared q(&infinite);
+    run(&CudaApi::prepare, q.args);
+    CHECK(q.found_inf == 1 && q.mismatch == 0);
+    CHECK(q.steps_are({0, 4, 9, 99, 7}));
+    CHECK(q.scalars[0].skip && q.scalars[2].skip);
+    CHECK(q.used == (std::vector<uint8_t>{1, 0, 1, 0, 0}));
+
+    for (const uint64_t hash :
+         {kHash ^ 1, kHash ^ (uint64_t(1) << 63), ~kHash}) {
+      other.hash = hash;
+      const Headers different({one, other}, form);
+      Prepared r(&different);
+      run(&CudaApi::prepare, r.args);
+      CHECK(r.mismatch == 17 && r.found_inf == 0);
+      CHECK(r.steps_are({0, 4, 9, 99, 7}));
+      CHECK(r.used == std::vector<uint8_t>(kTensors, 9));
+      CHECK(r.scalars[0].skip && r.scalars[1].skip);
+      // The hash alone, as the first call of a kind needs it.
+      Prepared kind(&different);
+      kind.args.tensors = nullptr;
+      kind.args.from.tensors = 0;
+      kind.args.found_inf = nullptr;
+      run(&CudaApi::prepare, kind.args);
+      CHECK(kind.mismatch == 17);
+    }
+  }
+}
+
+// More ranks than a half type can count, of which one is another; and what came
+// from elsewhere.
+TEST(cuda_tiles_agreement_of_many) {
+  const Clean clean("FUSEDPG_FAKE_DELAY_US", "0");
+  for (const bool differs : {false, true}) {
+    std::vector<Proposal> ranks(300);
+    ranks[7].hash ^= differs ? uint64_t(1) << 40 : 0;
+    ranks[280].found_inf = 1;
+    const Headers headers(ranks, {DType::kBFloat16, RedOp::kSum, false});
+    Prepared p(&headers);
+    run(&CudaApi::prepare, p.args);
+    CHECK_EQ(p.mismatch, differs ? 17u : 0u);
+    CHECK_EQ(p.found_inf, differs ? 0 : 1);
+  }
+  for (const DType type :
+       {DType::kBFloat16, DType::kFloat16, DType::kFloat32}) {
+    for (const double scale : {0.0, 1.0, 2.0, 0.5}) {
+      Headers headers({Proposal(), Proposal()}, {type, RedOp::kSum, false});
+      const size_t element = dtype_size(type);
+      for (size_t i = 0; i < kCodedFlags; ++i) {
+        char* at = headers.data.data() + i * element;
+        set_number(at, type, scale * number_at(at, type));
+      }
+      Prepared p(&headers);
+      run(&CudaApi::prepare, p.args);
+      CHECK_EQ(p.mismatch, scale == 1 ? 0u : 17u);
+    }
   }
 }
 

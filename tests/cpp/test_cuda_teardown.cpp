@@ -81,9 +81,10 @@ TEST(cuda_teardown_calls_of_nccl) {
   });
   // Chunks of 2048 bytes for two ranks: of 256 floats of either's shard.
   const uint64_t chunks = (1504 + 255) / 256;
-  CHECK_EQ(hooks().calls("ncclAllReduce"), 2u);
+  // And the first call's sizes.
+  CHECK_EQ(hooks().calls("ncclAllReduce"), 0u);
   CHECK_EQ(hooks().calls("ncclReduceScatter"), 2 * chunks);
-  CHECK_EQ(hooks().calls("ncclAllGather"), 2 * chunks);
+  CHECK_EQ(hooks().calls("ncclAllGather"), 2 * chunks + 2);
   CHECK_EQ(hooks().calls("ncclInProgress"), 0u);
   // Left to the engine, it is one chunk.
   hooks().reset();
@@ -99,7 +100,7 @@ TEST(cuda_teardown_calls_of_nccl) {
       },
       with);
   CHECK_EQ(hooks().calls("ncclReduceScatter"), 2u);
-  CHECK_EQ(hooks().calls("ncclAllGather"), 2u);
+  CHECK_EQ(hooks().calls("ncclAllGather"), 4u);
 }
 
 // As NCCL_COMM_BLOCKING says to every communicator.
@@ -370,6 +371,51 @@ TEST(cuda_teardown_start_left_inside_nccl) {
   for (void* arena : arenas) {
     CHECK_EQ(fake_gpu::nccl().mem_free(arena), 0);
   }
+}
+
+// Likewise inside the ring's: that launches on the engine's stream when it goes
+// on, in a communicator that lives for it.
+TEST(cuda_teardown_start_left_inside_the_ring) {
+  if (kOnlyThreads) {
+    return;
+  }
+  const Clean clean("FUSEDPG_FAKE_PATCHED", "1");
+  on_processes(2, [](int rank, Store& store) { // where what is left ends, too
+    static std::atomic<bool> held{true};
+    static std::atomic<int> late{0};
+    static NcclApi nccl = fake_gpu::nccl(); // its last call may end late
+    nccl.reduce_scatter_update = [](const void*,
+                                    void*,
+                                    size_t,
+                                    NcclDataType,
+                                    const void*,
+                                    size_t,
+                                    int,
+                                    NcclComm,
+                                    Stream stream) -> NcclResult {
+      wait_until([] { return !held; });
+      uint64_t capture = 0;
+      CHECK_EQ(gpu().stream_capture(stream, &capture), 0);
+      CHECK_EQ(gpu().stream_synchronize(stream), 0);
+      ++late;
+      return kNcclInternalError;
+    };
+    EngineWith with;
+    with.settings.nccl = NcclChoice::kPatched;
+    with.nccl = &nccl;
+    with.deadline = milliseconds(500);
+    bool left_behind = false;
+    try {
+      GpuRank r(rank, 2, store, with);
+    } catch (const CallLeftBehind&) {
+      left_behind = true;
+    }
+    CHECK(left_behind);
+    held = false;
+    wait_until([] { return late == 1; });
+    CHECK_EQ(hooks().now().bad_handles, 0u);
+    store.meet("end", 2);
+  });
 }
 
 // No peer access, or NCCL_CUMEM_ENABLE=0: windows are not what the device API

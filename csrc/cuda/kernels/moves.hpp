@@ -195,10 +195,10 @@ FUSEDPG_HOST_DEVICE void unpack_tile(
     int thread,
     int threads) {
   const Span span = span_of(args.chunk, tile);
+  if (args.scalars != nullptr && args.scalars[span.index].skip) {
+    return;
+  }
   if (!args.to_outputs) {
-    if (args.scalars != nullptr && args.scalars[span.index].skip) {
-      return;
-    }
     copy_elements(
         at(span.tensor->param, span.first(block), args.type),
         at(args.wire, block * args.chunk.block + span.wire, args.type),
@@ -206,9 +206,6 @@ FUSEDPG_HOST_DEVICE void unpack_tile(
         args.type,
         thread,
         threads);
-    return;
-  }
-  if (args.used != nullptr && args.used[span.index] == 0) {
     return;
   }
   const int rank = args.chunk.rank;

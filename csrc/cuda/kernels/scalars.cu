@@ -5,10 +5,8 @@ namespace {
 
 __global__ void __launch_bounds__(kThreads)
     propose_kernel(const __grid_constant__ ProposeArgs args) {
-  propose_bytes(
-      args,
-      static_cast<int>(blockIdx.x * kThreads + threadIdx.x),
-      static_cast<int>(gridDim.x * kThreads));
+  propose_items(
+      args, blockIdx.x * kThreads + threadIdx.x, gridDim.x * kThreads);
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -47,7 +45,9 @@ uint32_t blocks_for(uint32_t threads) {
 } // namespace
 
 int launch_propose(const ProposeArgs* args, Stream stream) {
-  return launch(propose_kernel, blocks_for(kAgreeBytes), *args, stream);
+  const uint64_t items = uint64_t(args->copies) * args->items;
+  return launch_over(
+      propose_kernel, (items + kThreads - 1) / kThreads, *args, stream);
 }
 
 int launch_prepare(const PrepareArgs* args, Stream stream) {

@@ -68,38 +68,40 @@ def moves(api: table.CudaApi, dtype: torch.dtype, size: int) -> None:
 
 
 def agreement(api: table.CudaApi) -> None:
-    """Proposals, and what is made of their maxima."""
+    """Proposals, and what is made of all ranks'."""
     params = make(2, COUNTS, FP32)
     steps = [torch.full((), 3.0, device=DEVICE) for _ in params]
     launch = table.Slices(api, 0, 2, HYPER, params, steps=steps)
     used = torch.tensor([1, 0, 1, 1, 0, 1, 1], dtype=torch.uint8, device=DEVICE)
     number = 0x0123_4567_89AB_CDEF
+    bytes_each = -(-table.header_bytes(len(params)) // 8) * 8
+    headers = torch.zeros(2, bytes_each, dtype=torch.uint8, device=DEVICE)
 
-    def propose(found: float, flags: torch.Tensor | None, value: int) -> torch.Tensor:
-        agree = torch.zeros(table.AGREE_BYTES, dtype=torch.uint8, device=DEVICE)
+    def propose(rank: int, found: float, flags: torch.Tensor | None, value: int = number) -> None:
         flag = torch.tensor(found, device=DEVICE)
-        launch.propose(agree, value, used=flags, found=flag)
+        launch.propose(headers[rank], value, used=flags, found=flag)
         launch.synchronize()
-        return agree
 
-    mine, theirs = propose(0, used, number), propose(0, used.flip(0).contiguous(), number)
-    agree = torch.maximum(mine, theirs)
+    propose(0, 0, used)
+    propose(1, 0, used.flip(0).contiguous())
     seen = torch.zeros_like(used)
     mismatch = torch.zeros(1, dtype=torch.int64, device=DEVICE)
-    launch.prepare(agree=agree, used=seen, mismatch=mismatch, sequence=7)
+    launch.prepare(headers=headers, hash=number, used=seen, mismatch=mismatch, sequence=7)
     launch.synchronize()
     want = torch.maximum(used, used.flip(0))
     assert torch.equal(seen, want) and int(mismatch) == 0
     assert [float(step) for step in steps] == [3.0 + float(flag) for flag in want]
     # One rank has seen an infinity.
     found = torch.zeros((), device=DEVICE)
-    agree = torch.maximum(propose(1, None, number), propose(0, None, number))
-    launch.prepare(agree=agree, found_inf=found, mismatch=mismatch, sequence=7)
+    propose(0, 1, None)
+    propose(1, 0, None)
+    launch.prepare(headers=headers, hash=number, found_inf=found, mismatch=mismatch, sequence=7)
     launch.synchronize()
     assert float(found) == 1 and int(mismatch) == 0
     # They do different things.
-    agree = torch.maximum(propose(0, None, number), propose(0, None, number + 1))
-    launch.prepare(agree=agree, mismatch=mismatch, sequence=7)
+    propose(0, 0, None)
+    propose(1, 0, None, number + 1)
+    launch.prepare(headers=headers, hash=number, mismatch=mismatch, sequence=7)
     launch.synchronize()
     assert int(mismatch) == 7, "the sequence number of the disagreement"
     assert [float(step) for step in steps] == [3.0 + float(flag) for flag in want]
