@@ -49,7 +49,7 @@ void measure(int rank, Store& store) {
   const kernels::Table& kernels = select_kernels(test_settings());
   std::vector<float> data(kCount), other(kCount), stage(kCount);
   const Buffer tensor{data.data(), kCount};
-  const Engine::Operation reduce = [&](Context& ctx) {
+  const Group::Operation reduce = [&](Context& ctx) {
     ShmWay way(ctx);
     perform(
         way,
@@ -58,7 +58,7 @@ void measure(int rank, Store& store) {
          .inputs = single(tensor)});
   };
   uint64_t sequence = 0;
-  const Engine::Operation meet = [](Context& ctx) {
+  const Group::Operation meet = [](Context& ctx) {
     ShmWay way(ctx);
     perform(way, {.op = OpCode::kBarrier});
   };
@@ -79,22 +79,21 @@ void measure(int rank, Store& store) {
        },
        {}},
       {"operation barrier: descriptors compared, context, deadline",
-       [&] { group.engine.execute(meet, ++sequence, kLong); },
+       [&] { group.execute(meet, ++sequence, kLong); },
        {}},
       {"operation all_reduce",
-       [&] { group.engine.execute(reduce, ++sequence, kLong); },
+       [&] { group.execute(reduce, ++sequence, kLong); },
        {}},
-      {"operation all_reduce through the executor",
+      {"operation all_reduce in a turn of the executor",
        [&] {
-         executor.run([&](uint64_t) {
-           group.engine.execute(reduce, ++sequence, kLong);
-         });
+         const Executor::Turn turn(executor);
+         group.execute(reduce, ++sequence, kLong);
        },
        {}},
   };
   for (int round = 0; round < kRounds; ++round) {
     for (Layer& layer : layers) {
-      group.engine.execute(meet, ++sequence, kLong);
+      group.execute(meet, ++sequence, kLong);
       const auto start = Clock::now();
       for (int i = 0; i < kBatch; ++i) {
         layer.call();

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from fusedpg._malloc import keep_freed_memory as keep_freed_memory
     from fusedpg._metrics import openmetrics as openmetrics
     from fusedpg._serve_gloo import serve_gloo as serve_gloo
+    from fusedpg.functional import all_reduce_ as all_reduce_
     from fusedpg.functional import empty as empty
     from fusedpg.functional import fused_adam_ as fused_adam_
     from fusedpg.functional import fused_adamw_ as fused_adamw_
@@ -62,8 +63,8 @@ _EXPORTS = {
     "_malloc": "keep_freed_memory",
     "_metrics": "openmetrics",
     "_serve_gloo": "serve_gloo",
-    "functional": "empty fused_adam_ fused_adamw_ fused_lamb_ fused_sgd_ group_info in_arena "
-    "quantized_all_reduce shard_range sparse_all_reduce stats",
+    "functional": "all_reduce_ empty fused_adam_ fused_adamw_ fused_lamb_ fused_sgd_ group_info "
+    "in_arena quantized_all_reduce shard_range sparse_all_reduce stats",
     "fusion.api": "fuse",
     "tensor_parallel": "ColumnParallelLinear RowParallelLinear",
 }

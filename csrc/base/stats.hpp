@@ -62,7 +62,9 @@ class Stats {
   struct Counter {
     std::atomic<uint64_t> value{0};
     void add(uint64_t n) {
-      value.fetch_add(n, std::memory_order_relaxed);
+      if (n != 0) {
+        value.fetch_add(n, std::memory_order_relaxed);
+      }
     }
   };
   struct Counters {

@@ -1,7 +1,5 @@
 #include "c10d/group.hpp"
 
-#include <ATen/record_function.h>
-
 #include "c10d/errors.hpp"
 #include "c10d/fresh_thread_state.hpp"
 #include "c10d/work_fused.hpp"
@@ -42,44 +40,52 @@ Group::Group(
       recorded(
           translate([=] { return FlightRecorder::get().add_group(rank); })) {}
 
+Group::Watched::Watched(
+    Group& group,
+    const CallInfo& info,
+    const Tensors& inputs,
+    const Tensors& outputs)
+    : group_(group),
+      number_(flight_.record(
+          group.recorded,
+          info.title,
+          inputs,
+          outputs,
+          info.timeout)) {
+  if (profiled_.isActive()) {
+    profiled_._setAsync(); // as a Work records itself
+    const std::vector<c10::IValue> values(inputs.begin(), inputs.end());
+    profiled_.before(
+        group.shown(info.title),
+        c10::ArrayRef<const c10::IValue>(values.data(), values.size()));
+  }
+}
+
+void Group::Watched::failed() {
+  error_ = capture([] { throw; }, group_.dialect);
+}
+
+void Group::Watched::raise() const {
+  if (error_) {
+    ++shared_errors();
+    std::rethrow_exception(error_);
+  }
+}
+
 WorkPtr Group::enqueue(
-    const CallInfo& call,
+    const CallInfo& info,
     const Tensors& inputs,
     const Tensors& outputs,
     std::function<void(uint64_t)> operation,
     const TensorLists& lists) {
-  check_open(call.title);
   FlightRecorder& flight = FlightRecorder::get();
   const uint64_t number =
-      flight.record(recorded, call.title, inputs, outputs, call.timeout);
-  if (!call.async_op) {
-    at::RecordFunction record(at::RecordScope::USER_SCOPE);
-    if (record.isActive()) {
-      record._setAsync(); // as a Work records itself
-      const std::vector<c10::IValue> values(inputs.begin(), inputs.end());
-      record.before(
-          shown(call.title),
-          c10::ArrayRef<const c10::IValue>(values.data(), values.size()));
-    }
-    std::exception_ptr error;
-    translate([&] {
-      executor_->run([&](uint64_t ticket) {
-        flight.start(number);
-        error = capture([&] { operation(ticket); }, dialect);
-        flight.end(number, !error);
-      });
-    });
-    if (error) {
-      ++shared_errors();
-      std::rethrow_exception(error);
-    }
-    return nullptr;
-  }
+      flight.record(recorded, info.title, inputs, outputs, info.timeout);
   auto work = c10::make_intrusive<WorkFused>(
       interrupter,
       rank,
-      call.type,
-      shown(call.title),
+      info.type,
+      shown(info.title),
       inputs,
       outputs,
       lists.size() > 1 ? lists : TensorLists());
@@ -126,6 +132,9 @@ WorkPtr Group::remember(WorkPtr work) {
 }
 
 std::string Group::shown(const char* title) const {
+  if (!at::hasCallbacks()) {
+    return {};
+  }
   const std::string own = "fused:";
   return dialect == Dialect::kGloo && std::string(title).starts_with(own)
       ? "gloo:" + std::string(title).substr(own.size())

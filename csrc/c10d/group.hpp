@@ -7,6 +7,7 @@
 #include <memory>
 #include <string>
 
+#include <ATen/record_function.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
@@ -58,16 +59,42 @@ class Group : public GroupBase {
   const std::shared_ptr<RecordedGroup> recorded; // with the flight recorder
   std::atomic<int> refusals{0}; // that peers have not heard of yet
 
-  // The one way of an operation on CPU tensors: takes a ticket, records for the
-  // profiler, and executes it here or, asynchronously, in its turn. `outputs`
+  // A synchronous operation on CPU tensors while it lives, as the profiler and the
+  // flight recorder see it.
+  class Watched {
+   public:
+    Watched(
+        Group& group,
+        const CallInfo& info,
+        const Tensors& inputs,
+        const Tensors& outputs);
+    void start() {
+      flight_.start(number_);
+    }
+    // Within the handler of what it has thrown.
+    void failed();
+    void end() {
+      flight_.end(number_, !error_);
+    }
+    // Throws what it has thrown, in torch's types.
+    void raise() const;
+
+   private:
+    const Group& group_;
+    FlightRecorder& flight_ = FlightRecorder::get();
+    const uint64_t number_;
+    at::RecordFunction profiled_{at::RecordScope::USER_SCOPE};
+    std::exception_ptr error_;
+  };
+  // An asynchronous one: takes a ticket, and is executed in its turn. `outputs`
   // become the result of the Work, and its future's value unless `lists` are
-  // given for that; returns null for a synchronous call that has succeeded.
+  // given for that.
   WorkPtr enqueue(
-      const CallInfo& call,
+      const CallInfo& info,
       const Tensors& inputs,
       const Tensors& outputs,
       std::function<void(uint64_t)> operation,
-      const TensorLists& lists = {});
+      const TensorLists& lists);
   // --- works between startCoalescing and endCoalescing on this thread
   // ---------
   void start_coalescing();
@@ -76,7 +103,8 @@ class Group : public GroupBase {
   // Returns `work`, after noting it if this thread is coalescing.
   WorkPtr remember(WorkPtr work);
 
-  // The title for profilers: "gloo:all_reduce" if the group serves "gloo".
+  // The title for profilers, if there is one: "gloo:all_reduce" if the group serves
+  // "gloo".
   std::string shown(const char* title) const;
 
   // --- checks that raise in the caller ---------------------------------------

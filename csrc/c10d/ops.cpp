@@ -1,5 +1,6 @@
-// torch.ops.fusedpg: the fused steps as operators that torch.compile and export
-// understand. They are synchronous; groups are named.
+// torch.ops.fusedpg: the fused steps, and an all-reduce that nothing of c10d is in
+// front of, as operators that torch.compile and export understand. They are
+// synchronous; groups are named.
 
 #include <torch/library.h>
 
@@ -194,6 +195,43 @@ void lamb(
   run(std::move(a), group_name);
 }
 
+void all_reduce(
+    const at::Tensor& tensor,
+    c10::string_view op,
+    c10::string_view group_name) {
+  resolve(std::string(group_name)).all_reduce_(tensor, op);
+}
+
+void all_reduce_of_meta(
+    const at::Tensor& /* tensor */,
+    c10::string_view op,
+    c10::string_view /* group_name */) {
+  reduction_named(op);
+}
+
+void all_reduce_of_autograd(
+    const at::Tensor& tensor,
+    c10::string_view op,
+    c10::string_view group_name) {
+  if (at::GradMode::is_enabled() && tensor.requires_grad()) {
+    const std::string reason =
+        "fused: all_reduce_ writes to a tensor that requires grad, and has no "
+        "derivative: call it under torch.no_grad(), or "
+        "torch.distributed.nn.functional.all_reduce()";
+    if (tensor.is_cpu() &&
+        !tensor.unsafeGetTensorImpl()->is_python_dispatch()) {
+      resolve(std::string(group_name)).refuse(reason); // peers may wait in it
+    }
+    TORCH_CHECK(false, reason);
+  }
+  static const auto handle =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("fusedpg::all_reduce_", "")
+          .typed<void(const at::Tensor&, c10::string_view, c10::string_view)>();
+  const at::AutoDispatchBelowADInplaceOrView below;
+  handle.call(tensor, op, group_name);
+}
+
 void check_meta(const c10::OperatorHandle& op, const at::Tensor& t) {
   TORCH_CHECK_VALUE(
       t.is_meta(),
@@ -242,6 +280,7 @@ void define(torch::Library& m, const std::string& text) {
 } // namespace
 
 TORCH_LIBRARY(fusedpg, m) {
+  m.def("all_reduce_(Tensor(a!) tensor, str op, str group_name) -> ()");
   for (const bool tensor_lr : {false, true}) {
     define(
         m,
@@ -279,6 +318,7 @@ namespace {
 
 void implement(torch::Library& m) {
   using Tensor = const at::Tensor&;
+  m.impl("all_reduce_", &all_reduce);
   m.impl("fused_sgd_", &sgd<double>);
   m.impl("fused_sgd_.tensor_lr", &sgd<Tensor>);
   m.impl("fused_adam_", &adam<OpCode::kFusedAdam, double>);
@@ -298,7 +338,12 @@ TORCH_LIBRARY_IMPL(fusedpg, CUDA, m) {
   implement(m);
 }
 
+TORCH_LIBRARY_IMPL(fusedpg, Autograd, m) {
+  m.impl("all_reduce_", &all_reduce_of_autograd);
+}
+
 TORCH_LIBRARY_IMPL(fusedpg, Meta, m) {
+  m.impl("all_reduce_", &all_reduce_of_meta);
   for (const char* name :
        {"fused_sgd_", "fused_adam_", "fused_adamw_", "fused_lamb_"}) {
     for (const char* overload : {"", ".tensor_lr"}) {

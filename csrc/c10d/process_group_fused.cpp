@@ -202,35 +202,22 @@ c10::intrusive_ptr<c10d::Backend> ProcessGroupFused::new_delegate(
   return made;
 }
 
-WorkPtr ProcessGroupFused::forward(
-    const at::Tensor* tensor,
-    Operation operation) {
-  c10d::Backend& there = target(tensor);
-  return call(is_cpu(there), [&] { return operation(there); });
-}
-
-WorkPtr ProcessGroupFused::forward_message(
-    const at::Tensor* tensor,
-    Operation operation) {
-  return call(false, [&] { return operation(target(tensor)); });
-}
-
-void ProcessGroupFused::call_failed(Interruptible& scope, bool peers_may_wait) {
+void ProcessGroupFused::Calling::failed() {
   try {
     throw;
   } catch (const std::exception& error) {
-    if (peers_may_wait) {
-      refuse(one_line(error));
+    if (unknown_ && shared_errors() == before_) {
+      group_.refuse(one_line(error));
     }
     // An operation that throws ends what this thread coalesces: nobody calls
     // endCoalescing then (torch's context manager does not).
-    if (group_->is_coalescing()) {
-      cuda_->abandon_coalescing();
-      group_->end_coalescing();
+    if (group_.group_->is_coalescing()) {
+      group_.cuda_->abandon_coalescing();
+      group_.group_->end_coalescing();
     }
-    scope.raise(); // what a signal handler has raised comes first
+    scope_.raise(); // what a signal handler has raised comes first
     const auto* invalid = dynamic_cast<const c10::ValueError*>(&error);
-    if (invalid != nullptr && options_->serves_gloo()) {
+    if (invalid != nullptr && group_.options_->serves_gloo()) {
       // Gloo raises RuntimeError where we raise ValueError.
       C10_THROW_ERROR(Error, invalid->what_without_backtrace());
     }
@@ -339,6 +326,26 @@ WorkPtr ProcessGroupFused::sparse_all_reduce(
   return call(is_cpu(there), [&] {
     return there.sparse_all_reduce(tensor, arguments, async_op);
   });
+}
+
+void ProcessGroupFused::all_reduce_(
+    const at::Tensor& tensor,
+    std::string_view op) {
+  c10d::Backend& there = target(&tensor);
+  const WorkPtr work = call(is_cpu(there), [&] {
+    c10d::AllreduceOptions options;
+    options.reduceOp = reduction_named(op);
+    options.asyncOp = false;
+    if (!tensor.is_inference()) {
+      // Autograd must notice that a saved tensor has changed.
+      tensor.unsafeGetTensorImpl()->bump_version();
+    }
+    Tensors tensors{tensor};
+    return there.allreduce(tensors, options);
+  });
+  if (work) {
+    work->wait();
+  }
 }
 
 const Stats& ProcessGroupFused::stats() {

@@ -16,7 +16,7 @@ namespace fusedpg {
 // method of the same name; what is here is the group's life.
 //
 // Thread-safe: any method may be called from any thread at any time.
-class ProcessGroupFused : public Forwarding<c10d::Backend> {
+class ProcessGroupFused : public Forwarding<c10d::Backend, ProcessGroupFused> {
  public:
   struct Options : c10d::Backend::Options {
     explicit Options(
@@ -100,6 +100,8 @@ class ProcessGroupFused : public Forwarding<c10d::Backend> {
       const at::Tensor& tensor,
       const SkipArguments& arguments,
       bool async_op);
+  // Synchronous; `op` is a name, "sum".
+  void all_reduce_(const at::Tensor& tensor, std::string_view op);
   // Of the blocks that are skipped where nothing else is said; in elements.
   int64_t block_size() const {
     return static_cast<int64_t>(group_->settings.block_size);
@@ -169,13 +171,8 @@ class ProcessGroupFused : public Forwarding<c10d::Backend> {
   using Announcer = std::function<void(ProcessGroupFused&, bool asked)>;
   static void set_announcer(Announcer registered);
 
- protected:
-  WorkPtr forward(const at::Tensor* tensor, Operation operation) override;
-  // A refused message is not announced: it concerns one peer alone.
-  WorkPtr forward_message(const at::Tensor* tensor, Operation operation)
-      override;
-
  private:
+  friend Forwarding;
   // The one place that chooses a route.
   Route& route(at::Device device) {
     if (device.is_cuda() || options_->cpu_as_cuda) {
@@ -190,25 +187,60 @@ class ProcessGroupFused : public Forwarding<c10d::Backend> {
   c10::intrusive_ptr<c10d::Backend> new_delegate(
       const char* device,
       const c10::intrusive_ptr<c10d::Store>& store) const;
-  // Runs a method of c10d on this thread. Waits within it run signal handlers.
-  // `is_collective`: what is found wrong before the operation has its place in the
-  // group's order is known to this rank alone, and its peers may wait in it.
-  template <typename Method>
-  WorkPtr call(bool is_collective, const Method& method) {
-    const uint64_t before = shared_errors();
-    Interruptible scope(group_->interrupter.get());
-    bool unknown = is_collective;
-    try {
-      WorkPtr work = method();
-      unknown = false;
-      scope.raise();
+  // While it lives this thread is in a method of c10d. Waits within it run signal
+  // handlers. `is_collective`: what is found wrong before the operation has its
+  // place in the group's order is known to this rank alone, and its peers may wait
+  // in it.
+  class Calling {
+   public:
+    Calling(ProcessGroupFused& group, bool is_collective)
+        : group_(group),
+          scope_(group.group_->interrupter.get()),
+          unknown_(is_collective) {}
+    WorkPtr returned(WorkPtr work) {
+      unknown_ = false;
+      scope_.raise();
       return work;
+    }
+    // Throws what the caller gets in place of the exception that is being handled.
+    [[noreturn]] void failed();
+
+   private:
+    ProcessGroupFused& group_;
+    const uint64_t before_ = shared_errors();
+    Interruptible scope_;
+    bool unknown_;
+  };
+  template <typename Method, typename... Arguments>
+  WorkPtr forward(
+      const at::Tensor* tensor,
+      Method method,
+      Arguments&... arguments) {
+    c10d::Backend& there = target(tensor);
+    Calling calling(*this, is_cpu(there));
+    try {
+      return calling.returned((there.*method)(arguments...));
     } catch (...) {
-      call_failed(scope, unknown && shared_errors() == before);
+      calling.failed();
     }
   }
-  // Throws what a caller gets in place of the exception that is being handled.
-  [[noreturn]] void call_failed(Interruptible& scope, bool peers_may_wait);
+  // A refused message is not announced: it concerns one peer alone.
+  template <typename Method, typename... Arguments>
+  WorkPtr forward_message(
+      const at::Tensor* tensor,
+      Method method,
+      Arguments&... arguments) {
+    return call(false, [&] { return (target(tensor).*method)(arguments...); });
+  }
+  template <typename Operation>
+  WorkPtr call(bool is_collective, const Operation& operation) {
+    Calling calling(*this, is_collective);
+    try {
+      return calling.returned(operation());
+    } catch (...) {
+      calling.failed();
+    }
+  }
   bool is_cpu(const c10d::Backend& there) const {
     return &there == cpu_.get();
   }

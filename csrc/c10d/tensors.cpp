@@ -50,6 +50,30 @@ DType to_dtype(at::ScalarType type) {
   }
 }
 
+c10d::ReduceOp reduction_named(std::string_view name) {
+  using Op = c10d::ReduceOp;
+  constexpr std::pair<std::string_view, Op::RedOpType> kNames[] = {
+      {"sum", Op::SUM},
+      {"avg", Op::AVG},
+      {"product", Op::PRODUCT},
+      {"min", Op::MIN},
+      {"max", Op::MAX},
+      {"band", Op::BAND},
+      {"bor", Op::BOR},
+      {"bxor", Op::BXOR}};
+  for (const auto& [known, op] : kNames) {
+    if (name == known) {
+      return op;
+    }
+  }
+  TORCH_CHECK_VALUE(
+      false,
+      formatted(
+          "fused: all_reduce_: op must be \"sum\", \"avg\", \"product\", "
+          "\"min\", \"max\", \"band\", \"bor\" or \"bxor\", found \"{}\"",
+          name));
+}
+
 const c10d::NCCLPreMulSumSupplement& premul_of(const c10d::ReduceOp& op) {
   // The older of its two names: torch 2.11 has only that.
   const auto* premul =

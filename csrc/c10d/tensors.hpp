@@ -1,6 +1,7 @@
 #pragma once
 
 #include <functional>
+#include <string_view>
 #include <vector>
 
 #include <ATen/ATen.h>
@@ -12,6 +13,9 @@
 namespace fusedpg {
 
 DType to_dtype(at::ScalarType type);
+
+// That of functional collectives' name, "sum". Throws ValueError for others.
+c10d::ReduceOp reduction_named(std::string_view name);
 
 // The factor of a PREMUL_SUM.
 const c10d::NCCLPreMulSumSupplement& premul_of(const c10d::ReduceOp& op);

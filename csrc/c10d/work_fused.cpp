@@ -48,7 +48,7 @@ WorkFused::WorkFused(
     const std::vector<at::Tensor>& inputs,
     std::vector<at::Tensor> outputs,
     TensorLists lists)
-    : Work(rank, op_type, title.c_str(), inputs),
+    : Work(rank, op_type, title.empty() ? nullptr : title.c_str(), inputs),
       interrupter_(std::move(interrupter)),
       outputs_(std::move(outputs)),
       lists_(std::move(lists)) {}
@@ -125,18 +125,22 @@ bool WorkFused::await(std::chrono::milliseconds timeout) {
       timeout = deadline.left();
     }
   }
-  // The operation itself has a deadline, so waiting without one ends too.
-  const Deadline deadline(timeout == kNoTimeout ? kNever : timeout);
-  std::unique_lock<std::mutex> lock(mutex_);
-  while (!completed_ && !deadline.expired()) {
-    cv_.wait_for(lock, std::min(WaitHook::kInterval, deadline.left()));
-    lock.unlock();
-    while_waiting();
-    lock.lock();
+  if (!Work::isCompleted()) {
+    // The operation itself has a deadline, so waiting without one ends too.
+    const Deadline deadline(timeout == kNoTimeout ? kNever : timeout);
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (!completed_ && !deadline.expired()) {
+      cv_.wait_for(lock, std::min(WaitHook::kInterval, deadline.left()));
+      lock.unlock();
+      while_waiting();
+      lock.lock();
+    }
+    if (timeout != kNoTimeout) {
+      timeout = deadline.left();
+    }
   }
-  lock.unlock();
   try {
-    return Work::wait(timeout == kNoTimeout ? timeout : deadline.left());
+    return Work::wait(timeout);
   } catch (...) {
     if (executor_) { // not a message, of which one rank hears
       ++shared_errors();

@@ -24,7 +24,7 @@ namespace fusedpg {
 // returns; its callbacks may still run then.
 class WorkFused : public c10d::Work {
  public:
-  // `title` and `inputs` go to the profiler; `outputs` to the future, or
+  // `title` and `inputs` go to the profiler, if there is a title; `outputs` to the future, or
   // `lists` if there are several, as with Gloo.
   WorkFused(
       std::shared_ptr<Interrupter> interrupter,

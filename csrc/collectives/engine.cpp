@@ -65,32 +65,7 @@ bool Engine::stays_in_step(Way& way, const std::exception& thrown) {
   }
 }
 
-void Engine::run(Way& way, const Operation& op, const char* title) {
-  std::exception_ptr alike;
-  try {
-    try {
-      begin(way);
-      op(way);
-    } catch (const std::exception& thrown) {
-      if (!stays_in_step(way, thrown)) {
-        throw;
-      }
-      alike = std::current_exception();
-    }
-    end(way);
-  } catch (const std::exception& thrown) {
-    // Foreseen or not (no memory, no thread): the peers are somewhere inside the
-    // operation that this rank has left.
-    fail_group(group_.error_of(thrown), title, way.op().sequence);
-    throw;
-  }
-  if (alike) {
-    std::rethrow_exception(alike);
-  }
-}
-
-std::shared_ptr<Messages> Engine::messages(
-    const std::function<void()>& check_open) {
+std::shared_ptr<Messages> Engine::messages(FunctionRef<void()> check_open) {
   check_failed();
   std::lock_guard<std::mutex> lock(mailbox_mutex_);
   check_open(); // not after shutdown() has stopped it

@@ -2,7 +2,6 @@
 
 #include <chrono>
 #include <exception>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -10,6 +9,7 @@
 #include <vector>
 
 #include "base/error.hpp"
+#include "base/function_ref.hpp"
 #include "base/options.hpp"
 #include "base/stats.hpp"
 #include "host/executor.hpp"
@@ -97,11 +97,9 @@ class Engine {
   Engine(const Engine&) = delete;
   virtual ~Engine() = default;
 
-  // The work of one turn of the group's queue, by perform().
-  using Operation = std::function<void(Way&)>;
-
-  // Runs `op` on this thread, which is the executor's at the moment; `title` and
-  // `ticket` name it in errors. Where it throws,
+  // Runs `op`, the work of one turn of the group's queue by perform(), on this
+  // thread, which is the executor's at the moment; `title` and `ticket` name it in
+  // errors. Where it throws,
   //
   // - this rank refuses if it has told its peers nothing of the operation yet:
   //   they raise, too, and all ranks are in step;
@@ -109,11 +107,41 @@ class Engine {
   //   in step as well;
   // - after anything else the group has failed: so has it when an abort was the
   //   reason, and when peers cannot be told of a refusal.
-  virtual void execute(
+  template <typename Operation>
+  void execute(
       const Operation& op,
       const char* title,
       uint64_t ticket,
-      std::chrono::milliseconds timeout) = 0;
+      std::chrono::milliseconds timeout) {
+    Way& way = open_way(ticket, timeout);
+    struct Close {
+      Engine& engine;
+      ~Close() {
+        engine.close_way();
+      }
+    } close{*this};
+    std::exception_ptr alike;
+    try {
+      try {
+        begin(way);
+        op(way);
+      } catch (const std::exception& thrown) {
+        if (!stays_in_step(way, thrown)) {
+          throw;
+        }
+        alike = std::current_exception();
+      }
+      end(way);
+    } catch (const std::exception& thrown) {
+      // Foreseen or not (no memory, no thread): the peers are somewhere inside the
+      // operation that this rank has left.
+      fail_group(group_.error_of(thrown), title, ticket);
+      throw;
+    }
+    if (alike) {
+      std::rethrow_exception(alike);
+    }
+  }
 
   // Throws the failure of the group, if it has failed.
   virtual void check_failed() = 0;
@@ -122,12 +150,12 @@ class Engine {
 
   // For sends and receives. Throws where the group has failed, and what
   // `check_open` throws, which looks whether it has been shut down.
-  std::shared_ptr<Messages> messages(const std::function<void()>& check_open);
+  std::shared_ptr<Messages> messages(FunctionRef<void()> check_open);
   // Throws what messages() throws, too.
   virtual void monitored_barrier(
       std::chrono::milliseconds timeout,
       bool wait_all_ranks,
-      const std::function<void()>& check_open) = 0;
+      FunctionRef<void()> check_open) = 0;
 
   // The ranks on this host; null if this is the only one.
   virtual Domain* host() = 0;
@@ -147,9 +175,10 @@ class Engine {
   virtual void shutdown() = 0;
 
  protected:
-  // The rule of execute().
-  void run(Way& way, const Operation& op, const char* title);
-  // Before an operation and after it, within the rule.
+  // What connects the ranks during a turn. Throws where the group has failed.
+  virtual Way& open_way(uint64_t ticket, std::chrono::milliseconds timeout) = 0;
+  virtual void close_way() = 0;
+  // Before an operation and after it, within the rule of execute().
   virtual void begin(Way& way) = 0;
   virtual void end(Way& way) = 0;
   // Ends the group. May throw something that says more.

@@ -54,7 +54,7 @@ class ProgramRun {
     check_nan(way_.op(), d, call_.source, call_.count);
     const size_t direct = first_gathered();
     bool able = true;
-    auto small = Way::AtOnce::kNo;
+    Way::AtOnce small;
     if (!call_.sums.empty()) {
       // Ranks have to hear of each other's sums, so one way is not enough.
     } else if (none_gathered()) {
@@ -62,11 +62,11 @@ class ProgramRun {
     } else if (whole_everywhere()) {
       small = at_once(d, direct, {{0, 0, call_.count}}, able);
     }
-    if (small == Way::AtOnce::kDone) {
+    if (small.sources) {
       return able;
     }
     const Plan plan = epilogue_plan(call_.sums.empty() ? direct : kNone);
-    if (small == Way::AtOnce::kNo) {
+    if (!small.entered) {
       way_.enter(&plan, d, {});
     }
     if (any_rank(way_, kNoFunction)) {
@@ -120,31 +120,35 @@ class ProgramRun {
     const size_t begin = pieces.empty() ? 0 : pieces.front().begin;
     const size_t end =
         pieces.empty() ? 0 : pieces.back().begin + pieces.back().count;
-    const auto compute = [&](const Sources& srcs) {
-      able = !any_rank(way_, kNoFunction);
-      if (!able) {
-        return;
+    const Way::AtOnce small =
+        way_.at_once(d, {args, source, begin, end - begin});
+    if (!small.sources) {
+      return small;
+    }
+    able = !any_rank(way_, kNoFunction);
+    if (!able) {
+      return small;
+    }
+    const Sources srcs = *small.sources;
+    void* dst = direct == kNone ? nullptr : call_.outputs[direct].data;
+    const size_t size = dtype_size(
+        srcs.folded ? wide_type(call_.dtype, call_.op) : call_.dtype);
+    std::vector<const void*> shifted(srcs.num);
+    for (const LanePiece& piece : pieces) {
+      for (size_t k = 0; k < srcs.num; ++k) {
+        shifted[k] = static_cast<const char*>(srcs.data[k]) +
+            (piece.begin - begin) * size;
       }
-      void* dst = direct == kNone ? nullptr : call_.outputs[direct].data;
-      const size_t size = dtype_size(
-          srcs.folded ? wide_type(call_.dtype, call_.op) : call_.dtype);
-      std::vector<const void*> shifted(srcs.num);
-      for (const LanePiece& piece : pieces) {
-        for (size_t k = 0; k < srcs.num; ++k) {
-          shifted[k] = static_cast<const char*>(srcs.data[k]) +
-              (piece.begin - begin) * size;
-        }
-        apply(
-            direct,
-            piece.begin,
-            piece.count,
-            &dst,
-            direct == kNone ? 0 : 1,
-            {shifted.data(), srcs.num, srcs.folded},
-            /*stream=*/false);
-      }
-    };
-    return way_.at_once(d, {args, source, begin, end - begin, compute});
+      apply(
+          direct,
+          piece.begin,
+          piece.count,
+          &dst,
+          direct == kNone ? 0 : 1,
+          {shifted.data(), srcs.num, srcs.folded},
+          /*stream=*/false);
+    }
+    return small;
   }
 
   // Of an owned element: how many elements before it are not owned.

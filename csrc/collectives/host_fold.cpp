@@ -83,33 +83,4 @@ Sources HostFold::sources(const void* const* contributions, size_t count) {
   return {found_.data(), found_.size(), !plain_};
 }
 
-void combine(
-    const kernels::Table& kernels,
-    const kernels::ReduceArgs& args,
-    void* const* dsts,
-    size_t num_dsts,
-    const Sources& srcs,
-    size_t count,
-    bool stream) {
-  if (!srcs.folded) {
-    kernels.reduce(args, dsts, num_dsts, srcs.data, srcs.num, count, stream);
-    return;
-  }
-  kernels::ReduceArgs rest = args;
-  rest.dtype = wide_type(args.dtype, args.op);
-  if (rest.op == RedOp::kPremulSum) {
-    rest.op = RedOp::kSum; // the products have been summed
-    rest.weights = nullptr;
-  }
-  if (rest.dtype == args.dtype) {
-    kernels.reduce(rest, dsts, num_dsts, srcs.data, srcs.num, count, stream);
-    return;
-  }
-  void* sum = const_cast<void*>(srcs.data[0]);
-  kernels.reduce(rest, &sum, 1, srcs.data, srcs.num, count, false);
-  for (size_t i = 0; i < num_dsts; ++i) {
-    kernels.cast(args.dtype, dsts[i], rest.dtype, sum, count);
-  }
-}
-
 } // namespace fusedpg

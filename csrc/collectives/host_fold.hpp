@@ -64,14 +64,4 @@ class HostFold {
   std::vector<std::vector<char>> sums_; // by machine
 };
 
-// Stores what the sources of a reduction come to.
-void combine(
-    const kernels::Table& kernels,
-    const kernels::ReduceArgs& args,
-    void* const* dsts,
-    size_t num_dsts,
-    const Sources& srcs,
-    size_t count,
-    bool stream = false);
-
 } // namespace fusedpg

@@ -121,43 +121,48 @@ void HostsEngine::check_neighbours(const std::string& what) {
   }
 }
 
-void HostsEngine::execute(
-    const Operation& op,
-    const char* title,
-    uint64_t ticket,
-    std::chrono::milliseconds timeout) {
+// Each of several operations of a turn hears of an abort before it begins.
+class HostsEngine::CheckedWay : public HostsWay {
+ public:
+  CheckedWay(HostsEngine& engine, NetContext& ctx)
+      : HostsWay(ctx, engine.flat_ ? &*engine.flat_ : nullptr),
+        engine_(engine) {}
+  void begin_item(uint64_t index, uint64_t length) override {
+    HostsWay::begin_item(index, length);
+    engine_.check_aborted();
+    engine_.in_doubt_since_.reset();
+  }
+
+ private:
+  HostsEngine& engine_;
+};
+
+Way& HostsEngine::open_way(uint64_t ticket, std::chrono::milliseconds timeout) {
   failures_.check();
   in_doubt_since_.reset();
-  NetContext ctx{
-      {group_.kernels,
-       pool_,
-       Deadline(timeout), // of all waits, connecting included
-       ticket,
-       group_.settings.nan_check,
-       skip_,
-       group_.stats},
-      *connection_.transport,
-      &hosts_,
-      domain_.get(),
-      {},
-      &buffers_,
-      connection_.aggregators.get(),
-      /*aggregated=*/false,
-      &aggregate_};
-  // Each of several operations hears of an abort before it begins.
-  struct CheckedWay : HostsWay {
-    CheckedWay(HostsEngine& engine, NetContext& ctx)
-        : HostsWay(ctx, engine.flat_ ? &*engine.flat_ : nullptr),
-          engine(engine) {}
-    void begin_item(uint64_t index, uint64_t length) override {
-      HostsWay::begin_item(index, length);
-      engine.check_aborted();
-      engine.in_doubt_since_.reset();
-    }
-    HostsEngine& engine;
-  };
-  CheckedWay way(*this, ctx);
-  run(way, op, title);
+  context_.emplace(
+      NetContext{
+          {group_.kernels,
+           pool_,
+           Deadline(timeout), // of all waits, connecting included
+           ticket,
+           group_.settings.nan_check,
+           skip_,
+           group_.stats},
+          *connection_.transport,
+          &hosts_,
+          domain_.get(),
+          {},
+          &buffers_,
+          connection_.aggregators.get(),
+          /*aggregated=*/false,
+          &aggregate_});
+  way_ = std::make_unique<CheckedWay>(*this, *context_);
+  return *way_;
+}
+
+void HostsEngine::close_way() {
+  way_.reset();
 }
 
 void HostsEngine::begin(Way& way) {
@@ -303,7 +308,7 @@ std::shared_ptr<Messages> HostsEngine::open_messages() {
 void HostsEngine::monitored_barrier(
     std::chrono::milliseconds timeout,
     bool wait_all_ranks,
-    const std::function<void()>& check_open) {
+    FunctionRef<void()> check_open) {
   const auto held = messages(check_open);
   fusedpg::monitored_barrier(
       *net_mailbox_,

@@ -31,17 +31,12 @@ class HostsEngine : public Engine {
       const Deadline& deadline);
   ~HostsEngine() override;
 
-  void execute(
-      const Operation& op,
-      const char* title,
-      uint64_t ticket,
-      std::chrono::milliseconds timeout) override;
   void check_failed() override;
   std::optional<ErrorKind> failure() override;
   void monitored_barrier(
       std::chrono::milliseconds timeout,
       bool wait_all_ranks,
-      const std::function<void()>& check_open) override;
+      FunctionRef<void()> check_open) override;
   Domain* host() override {
     return domain_.get();
   }
@@ -56,6 +51,8 @@ class HostsEngine : public Engine {
   void shutdown() override;
 
  protected:
+  Way& open_way(uint64_t ticket, std::chrono::milliseconds timeout) override;
+  void close_way() override;
   void begin(Way& way) override;
   void end(Way& way) override;
   void fail_group(const Error& error, const char* title, uint64_t ticket)
@@ -97,6 +94,9 @@ class HostsEngine : public Engine {
   AggregateState aggregate_;
   NetBuffers buffers_;
   Pool pool_{1};
+  class CheckedWay;
+  std::optional<NetContext> context_; // with the way, of the turn
+  std::unique_ptr<Way> way_;
   NetMailbox* net_mailbox_ = nullptr; // is mailbox_
 };
 

@@ -150,14 +150,19 @@ void HostsWay::count(OpCode named) {
 Way::AtOnce HostsWay::at_once(OpDescriptor& mine, const Small& small) {
   const Span& input = small.input;
   if (!takes_at_once(input.bytes)) {
-    return AtOnce::kNo;
+    return {};
   }
   complete(mine, 0);
   const NetBuffer fact(sizeof mine);
   std::memcpy(fact.data(), &mine, sizeof mine);
-  NetBuffer data(input.bytes);
+  OneShot& shot = one_shot_.emplace(
+      OneShot{
+          HostFold(ctx_.kernels, *ctx_.hosts, small.args),
+          NetBuffer(input.bytes),
+          std::vector<NetPending>(size())});
+  NetBuffer& data = shot.own;
   std::copy_n(static_cast<const char*>(input.data), input.bytes, data.data());
-  std::vector<NetPending> facts(size()), parts(size()), sends;
+  std::vector<NetPending> facts(size()), sends;
   for (int k = 1; k < size(); ++k) {
     const int p = (rank() + k) % size();
     facts[p] = net_receive(ctx_, p, NetKind::kBlock, NetBuffer(sizeof mine));
@@ -177,22 +182,21 @@ Way::AtOnce HostsWay::at_once(OpDescriptor& mine, const Small& small) {
   std::vector<const void*> srcs(size(), data.data());
   for (int p = 0; p < size() && input.bytes != 0; ++p) {
     if (p != rank()) {
-      parts[p] =
+      shot.parts[p] =
           net_receive(ctx_, p, NetKind::kContribution, NetBuffer(input.bytes));
-      parts[p].request->wait(ctx_.deadline);
-      srcs[p] = parts[p].buffer.data();
+      shot.parts[p].request->wait(ctx_.deadline);
+      srcs[p] = shot.parts[p].buffer.data();
     }
   }
   for (const void*& src : srcs) {
     src = static_cast<const char*>(src) +
         small.begin * dtype_size(small.args.dtype);
   }
-  HostFold fold(ctx_.kernels, *ctx_.hosts, small.args);
-  small.combine(fold.sources(srcs.data(), small.count));
   for (NetPending& one : sends) {
     one.request->wait(ctx_.deadline);
   }
-  return AtOnce::kDone;
+  return {
+      .entered = true, .sources = shot.fold.sources(srcs.data(), small.count)};
 }
 
 uint64_t HostsWay::shared_place(const void* /* data */, size_t /* bytes */) {

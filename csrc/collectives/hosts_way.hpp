@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "collectives/aggregated.hpp"
+#include "collectives/host_fold.hpp"
 #include "collectives/net_blocks.hpp"
 #include "collectives/net_moves.hpp"
 #include "collectives/selector.hpp"
@@ -75,6 +76,13 @@ class HostsWay : public Way {
   // by aggregators needs.
   std::optional<NetBlocks> blocks_;
   std::optional<AggregatedBlocks> aggregated_;
+  // What the sources of at_once() lie in.
+  struct OneShot {
+    HostFold fold;
+    NetBuffer own;
+    std::vector<NetPending> parts;
+  };
+  std::optional<OneShot> one_shot_;
   std::vector<OpDescriptor> said_;
   std::vector<NetBuffer> extra_;
 };

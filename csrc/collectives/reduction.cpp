@@ -2,7 +2,6 @@
 
 #include <optional>
 
-#include "collectives/host_fold.hpp"
 #include "collectives/skip.hpp"
 
 namespace fusedpg {
@@ -18,6 +17,36 @@ kernels::ReduceArgs args_of(const Call& call, int world_size) {
   args.factor = call.factor;
   args.divisor = call.red_op == RedOp::kAvg ? world_size : 1;
   return args;
+}
+
+// Stores what the sources of a reduction come to.
+void combine(
+    const kernels::Table& kernels,
+    const kernels::ReduceArgs& args,
+    void* const* dsts,
+    size_t num_dsts,
+    const Sources& srcs,
+    size_t count,
+    bool stream = false) {
+  if (!srcs.folded) {
+    kernels.reduce(args, dsts, num_dsts, srcs.data, srcs.num, count, stream);
+    return;
+  }
+  kernels::ReduceArgs rest = args;
+  rest.dtype = wide_type(args.dtype, args.op);
+  if (rest.op == RedOp::kPremulSum) {
+    rest.op = RedOp::kSum; // the products have been summed
+    rest.weights = nullptr;
+  }
+  if (rest.dtype == args.dtype) {
+    kernels.reduce(rest, dsts, num_dsts, srcs.data, srcs.num, count, stream);
+    return;
+  }
+  void* sum = const_cast<void*>(srcs.data[0]);
+  kernels.reduce(rest, &sum, 1, srcs.data, srcs.num, count, false);
+  for (size_t i = 0; i < num_dsts; ++i) {
+    kernels.cast(args.dtype, dsts[i], rest.dtype, sum, count);
+  }
 }
 
 // The second half of both: an operation that looks for zeros. `flags`: what the
@@ -112,15 +141,14 @@ void all_reduce(Way& way, const Call& call) {
     reduce_skipping(way, skipping, d.flags, args);
     return;
   }
-  const auto combine = [&](const Sources& srcs) {
-    fusedpg::combine(way.kernels(), args, &data, 1, srcs, d.count);
-  };
   const auto small = tensors.size() == 1
-      ? way.at_once(d, {args, {data, bytes}, 0, d.count, combine})
-      : Way::AtOnce::kNo;
-  if (small != Way::AtOnce::kDone) {
+      ? way.at_once(d, {args, {data, bytes}, 0, d.count})
+      : Way::AtOnce();
+  if (small.sources) {
+    combine(way.kernels(), args, &data, 1, *small.sources, d.count);
+  } else {
     const Plan plan = in_place(way.kernels(), way.size(), tensors, args);
-    if (small == Way::AtOnce::kNo) {
+    if (!small.entered) {
       const bool probes = choice == Choice::kProbe;
       d.block = probes ? static_cast<uint32_t>(state.block) : 0;
       way.enter(
@@ -171,16 +199,14 @@ void reduce(Way& way, const Call& call) {
   const size_t count = call.inputs[0].count;
   const size_t bytes = count * dtype_size(args.dtype);
   const size_t wanted = way.rank() == call.root ? count : 0;
-  const auto finish = [&](const Sources& srcs) {
-    combine(way.kernels(), args, &data, 1, srcs, wanted);
-  };
-  const auto small = way.at_once(d, {args, {data, bytes}, 0, wanted, finish});
-  if (small == Way::AtOnce::kDone) {
+  const auto small = way.at_once(d, {args, {data, bytes}, 0, wanted});
+  if (small.sources) {
+    combine(way.kernels(), args, &data, 1, *small.sources, wanted);
     return;
   }
   Plan plan = in_place(way.kernels(), way.size(), call.inputs, args);
   plan.receiver = call.root;
-  if (small == Way::AtOnce::kNo) {
+  if (!small.entered) {
     way.enter(&plan, d, {});
   }
   way.run(plan, d);
@@ -205,16 +231,13 @@ void reduce_scatter(Way& way, const Call& call) {
   const size_t bytes = d.count * size;
   const Span whole{inputs[0].data, bytes};
   const bool one_tensor = adjacent(inputs, size);
-  const auto finish = [&](const Sources& srcs) {
-    combine(way.kernels(), args, &output.data, 1, srcs, output.count);
-  };
   size_t begin = 0;
   for (int p = 0; p < me; ++p) {
     begin += inputs[p].count;
   }
-  auto small = Way::AtOnce::kNo;
+  Way::AtOnce small;
   if (one_tensor) {
-    small = way.at_once(d, {args, whole, begin, output.count, finish});
+    small = way.at_once(d, {args, whole, begin, output.count});
   } else if (way.takes_at_once(bytes)) {
     std::vector<char> gathered;
     gathered.reserve(bytes);
@@ -222,10 +245,11 @@ void reduce_scatter(Way& way, const Call& call) {
       const char* begin = static_cast<const char*>(t.data);
       gathered.insert(gathered.end(), begin, begin + t.count * size);
     }
-    small = way.at_once(
-        d, {args, {gathered.data(), bytes}, begin, output.count, finish});
+    small =
+        way.at_once(d, {args, {gathered.data(), bytes}, begin, output.count});
   }
-  if (small == Way::AtOnce::kDone) {
+  if (small.sources) {
+    combine(way.kernels(), args, &output.data, 1, *small.sources, output.count);
     return;
   }
   Plan plan = reduction_plan(way.kernels(), way.size(), args);
@@ -236,7 +260,7 @@ void reduce_scatter(Way& way, const Call& call) {
          p == me ? static_cast<char*>(output.data) : nullptr});
     plan.lanes.push_back({{static_cast<size_t>(p), 0, inputs[p].count}});
   }
-  if (small == Way::AtOnce::kNo) {
+  if (!small.entered) {
     way.enter(&plan, d, {});
   }
   way.run(plan, d);

@@ -4,7 +4,6 @@
 
 #include "base/topology.hpp"
 #include "collectives/monitored_barrier.hpp"
-#include "collectives/way.hpp"
 #include "messages/mailbox.hpp"
 
 namespace fusedpg {
@@ -45,23 +44,23 @@ void ShmEngine::check_failed() {
   }
 }
 
-void ShmEngine::execute(
-    const Operation& op,
-    const char* title,
-    uint64_t ticket,
-    std::chrono::milliseconds timeout) {
+Way& ShmEngine::open_way(uint64_t ticket, std::chrono::milliseconds timeout) {
   check_failed();
-  Context ctx{
-      {group_.kernels,
-       pool_,
-       Deadline(timeout),
-       ticket,
-       group_.settings.nan_check,
-       skip_,
-       group_.stats},
-      domain_};
-  ShmWay way(ctx);
-  run(way, op, title);
+  context_.emplace(
+      Context{
+          {group_.kernels,
+           pool_,
+           Deadline(timeout),
+           ticket,
+           group_.settings.nan_check,
+           skip_,
+           group_.stats},
+          domain_});
+  return way_.emplace(*context_);
+}
+
+void ShmEngine::close_way() {
+  way_.reset();
 }
 
 void ShmEngine::begin(Way& /* way */) {
@@ -84,7 +83,7 @@ void ShmEngine::fail_group(
 void ShmEngine::monitored_barrier(
     std::chrono::milliseconds timeout,
     bool wait_all_ranks,
-    const std::function<void()>& /* check_open */) {
+    FunctionRef<void()> /* check_open */) {
   check_failed();
   try {
     fusedpg::monitored_barrier(domain_, timeout, wait_all_ranks);

@@ -1,7 +1,7 @@
 #pragma once
 
-#include "collectives/context.hpp"
 #include "collectives/engine.hpp"
+#include "collectives/way.hpp"
 #include "host/bootstrap.hpp"
 
 namespace fusedpg {
@@ -14,17 +14,12 @@ class ShmEngine : public Engine {
   ShmEngine(GroupBase& group, Bootstrap& bootstrap, const Deadline& deadline);
   ~ShmEngine() override;
 
-  void execute(
-      const Operation& op,
-      const char* title,
-      uint64_t ticket,
-      std::chrono::milliseconds timeout) override;
   void check_failed() override;
   std::optional<ErrorKind> failure() override;
   void monitored_barrier(
       std::chrono::milliseconds timeout,
       bool wait_all_ranks,
-      const std::function<void()>& check_open) override;
+      FunctionRef<void()> check_open) override;
   Domain* host() override {
     return &domain_;
   }
@@ -42,6 +37,8 @@ class ShmEngine : public Engine {
   }
 
  protected:
+  Way& open_way(uint64_t ticket, std::chrono::milliseconds timeout) override;
+  void close_way() override;
   void begin(Way& way) override;
   void end(Way& way) override;
   void fail_group(const Error& error, const char* title, uint64_t ticket)
@@ -52,6 +49,9 @@ class ShmEngine : public Engine {
   Domain domain_;
   Pool pool_;
   SkipState skip_;
+  // Of the turn that is executed.
+  std::optional<Context> context_;
+  std::optional<ShmWay> way_;
 };
 
 } // namespace fusedpg

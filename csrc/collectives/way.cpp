@@ -152,7 +152,7 @@ void ShmWay::count(OpCode named) {
 Way::AtOnce ShmWay::at_once(OpDescriptor& mine, const Small& small) {
   const Span& input = small.input;
   if (!select_one_shot(input.bytes, ctx_.in_arena(input))) {
-    return AtOnce::kNo;
+    return {};
   }
   Domain& domain = ctx_.domain;
   ctx_.kernels.copy(
@@ -163,7 +163,7 @@ Way::AtOnce ShmWay::at_once(OpDescriptor& mine, const Small& small) {
   mine.flags |= kStaged;
   fusedpg::enter(ctx_, mine);
   if (!all_ranks(ctx_, kStaged)) {
-    return AtOnce::kEntered;
+    return {.entered = true};
   }
   thread_local std::vector<const void*> srcs; // keeps its memory
   srcs.resize(size());
@@ -171,12 +171,11 @@ Way::AtOnce ShmWay::at_once(OpDescriptor& mine, const Small& small) {
     srcs[p] = domain.stage_in(p, domain.half()) +
         small.begin * dtype_size(small.args.dtype);
   }
-  small.combine({srcs.data(), srcs.size()});
   const uint64_t all = input.bytes * static_cast<size_t>(size() - 1);
   moved_.bytes_sent += all;
   moved_.bytes_received += all;
   path_ = DataPath::kOneShot;
-  return AtOnce::kDone;
+  return {.entered = true, .sources = Sources{srcs.data(), srcs.size()}};
 }
 
 uint64_t ShmWay::shared_place(const void* data, size_t bytes) {

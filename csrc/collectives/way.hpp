@@ -66,35 +66,17 @@ class Way {
 
   // A small reduction of one tensor may be done otherwise, and at once: every
   // rank combines all ranks' inputs.
-  enum class AtOnce {
-    kNo,
-    kEntered, // it has begun, and run() is to do it
-    kDone
-  };
-  // Refers to a function that outlives it, so that it needs no memory.
-  class Combine {
-   public:
-    template <typename Function>
-    Combine(const Function& function)
-        : function_(&function),
-          call_([](const void* called, const Sources& srcs) {
-            (*static_cast<const Function*>(called))(srcs);
-          }) {}
-    void operator()(const Sources& srcs) const {
-      call_(function_, srcs);
-    }
-
-   private:
-    const void* function_;
-    void (*call_)(const void*, const Sources&);
-  };
   struct Small {
     kernels::ReduceArgs args;
     Span input;
     // The elements that this rank combines.
     size_t begin;
     size_t count;
-    Combine combine;
+  };
+  struct AtOnce {
+    bool entered = false; // run() is to do it where there are no sources
+    // What this rank combines, before it enters anything else.
+    std::optional<Sources> sources{};
   };
   virtual AtOnce at_once(OpDescriptor& mine, const Small& small) = 0;
   // Of an input that is ordinary memory.

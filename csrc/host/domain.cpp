@@ -35,10 +35,7 @@ std::string ranks_text(const Domain& domain, const std::vector<int>& ranks) {
 // that it looks at each of them.
 class Waiting {
  public:
-  Waiting(
-      const Domain& domain,
-      Waits* waits,
-      const std::function<bool(int)>& missing)
+  Waiting(const Domain& domain, Waits* waits, FunctionRef<bool(int)> missing)
       : domain_(domain),
         waits_(waits),
         missing_(missing) {
@@ -70,7 +67,7 @@ class Waiting {
  private:
   const Domain& domain_;
   Waits* const waits_;
-  const std::function<bool(int)>& missing_;
+  const FunctionRef<bool(int)> missing_;
   Clock::time_point since_ = Clock::now();
   static thread_local std::vector<int> late_; // keeps its memory
 };
@@ -330,8 +327,8 @@ void Domain::wait(
     Bell& bell,
     const OpDescriptor& op,
     const Deadline& deadline,
-    const std::function<bool()>& ready,
-    const std::function<bool(int)>& missing) {
+    FunctionRef<bool()> ready,
+    FunctionRef<bool(int)> missing) {
   Waiting waiting(*this, waits_, missing);
   if (spin_.count() > 0) {
     const auto end = waiting.look() + spin_;
@@ -426,7 +423,7 @@ bool Domain::in_doubt(int rank) {
 
 void Domain::check_peers(
     const std::string& op,
-    const std::function<bool(int)>& missing) {
+    FunctionRef<bool(int)> missing) {
   if (abort_requested()) {
     std::lock_guard<std::mutex> lock(failure_mutex_);
     fail(

@@ -12,6 +12,7 @@
 #include "base/deadline.hpp"
 #include "base/descriptor.hpp"
 #include "base/error.hpp"
+#include "base/function_ref.hpp"
 #include "base/options.hpp"
 #include "base/stats.hpp"
 #include "host/arena.hpp"
@@ -210,8 +211,8 @@ class Domain {
       Bell& bell,
       const OpDescriptor& op,
       const Deadline& deadline,
-      const std::function<bool()>& ready,
-      const std::function<bool(int)>& missing);
+      FunctionRef<bool()> ready,
+      FunctionRef<bool(int)> missing);
 
   // --- point to point ------------------------------------------------------
   Inbox& inbox(int owner, int sender) {
@@ -240,9 +241,7 @@ class Domain {
   // --- failure -------------------------------------------------------------
   // Throws when this rank aborted, or when a rank for which missing(p) holds is
   // dead, has failed or has left.
-  void check_peers(
-      const std::string& op,
-      const std::function<bool(int)>& missing);
+  void check_peers(const std::string& op, FunctionRef<bool(int)> missing);
   // Whether check_peers() would find something about this rank.
   bool in_doubt(int rank);
   // Declares the group failed, once: tells the peers why and detaches the

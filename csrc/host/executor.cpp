@@ -41,8 +41,8 @@ void Executor::check_not_inside() const {
   }
 }
 
-Executor::Item Executor::item(std::function<void()> fn, uint64_t ticket) {
-  return {std::move(fn), ++positions_, ticket, Clock::now()};
+Executor::Item Executor::item(Operation operation, uint64_t ticket) {
+  return {std::move(operation), ++positions_, ticket, Clock::now()};
 }
 
 uint64_t Executor::submit(Operation operation) {
@@ -52,9 +52,7 @@ uint64_t Executor::submit(Operation operation) {
     thread_ = std::thread([this] { progress(); });
   }
   const uint64_t ticket = ++tickets_;
-  queue_.push_back(item(
-      [operation = std::move(operation), ticket] { operation(ticket); },
-      ticket));
+  queue_.push_back(item(std::move(operation), ticket));
   // Unless it takes a nap, after which it looks by itself.
   if (asleep_ || patience_ == Clock::duration::zero()) {
     wake();
@@ -62,19 +60,36 @@ uint64_t Executor::submit(Operation operation) {
   return ticket;
 }
 
-void Executor::run(const Operation& operation) {
+void Executor::run(FunctionRef<void(uint64_t)> operation) {
   Lock lock(mutex_);
   if (!idle()) {
     check_not_inside();
     check_open(); // before a ticket is taken
   }
-  const uint64_t ticket = ++tickets_;
-  run_in_turn(item([&operation, ticket] { operation(ticket); }, ticket), lock);
+  run_in_turn(item(operation, ++tickets_), lock);
 }
 
-void Executor::run_unnumbered(const std::function<void()>& fn) {
+Executor::Turn::Turn(Executor& executor) {
+  const std::lock_guard<std::mutex> lock(executor.mutex_);
+  if (executor.idle()) {
+    executor_ = &executor;
+    ticket_ = ++executor.tickets_;
+    position_ = ++executor.positions_;
+    executor.begin();
+  }
+}
+
+Executor::Turn::~Turn() {
+  if (executor_ != nullptr) {
+    const std::lock_guard<std::mutex> lock(executor_->mutex_);
+    executor_->end(position_, ticket_);
+    executor_->wake_for_rest();
+  }
+}
+
+void Executor::run_unnumbered(FunctionRef<void()> fn) {
   Lock lock(mutex_);
-  run_in_turn(item([&fn] { fn(); }, 0), lock);
+  run_in_turn(item([fn](uint64_t) { fn(); }, 0), lock);
 }
 
 void Executor::finish(uint64_t ticket) {
@@ -134,21 +149,29 @@ void Executor::stop() {
 
 // --- in turn -----------------------------------------------------------------
 
-void Executor::execute(Item item, Lock& lock) {
+void Executor::begin() {
   busy_ = true;
   runner_.store(std::this_thread::get_id(), std::memory_order_relaxed);
-  running_since_ = item.since;
-  lock.unlock();
-  item.run();
-  item.run = nullptr; // what it captured goes before the next one starts
-  lock.lock();
+}
+
+void Executor::end(uint64_t position, uint64_t ticket) {
   runner_.store({}, std::memory_order_relaxed);
   busy_ = false;
-  finished_ = item.position;
-  finished_tickets_ = std::max(finished_tickets_, item.ticket);
+  finished_ = position;
+  finished_tickets_ = std::max(finished_tickets_, ticket);
   if (watchers_ != 0) {
     changed_.notify_all();
   }
+}
+
+void Executor::execute(Item item, Lock& lock) {
+  begin();
+  running_since_ = item.since;
+  lock.unlock();
+  item.run(item.ticket);
+  item.run = nullptr; // what it captured goes before the next one starts
+  lock.lock();
+  end(item.position, item.ticket);
 }
 
 void Executor::execute_next(Lock& lock) {
@@ -160,9 +183,7 @@ void Executor::execute_next(Lock& lock) {
 void Executor::run_in_turn(Item item, Lock& lock) {
   if (idle()) {
     execute(std::move(item), lock);
-    if (!queue_.empty()) {
-      wake(); // it was asked for while this thread was busy
-    }
+    wake_for_rest();
     return;
   }
   const uint64_t position = item.position;
@@ -178,8 +199,13 @@ void Executor::finish_position(uint64_t position, Lock& lock) {
       execute_next(lock); // the queue holds it
     }
   }
+  wake_for_rest();
+}
+
+// What was asked for while this thread was busy is the progress thread's again.
+void Executor::wake_for_rest() {
   if (!queue_.empty()) {
-    wake(); // the rest is the progress thread's again
+    wake();
   }
 }
 

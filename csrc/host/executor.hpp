@@ -11,6 +11,7 @@
 
 #include "base/deadline.hpp"
 #include "base/fork.hpp"
+#include "base/function_ref.hpp"
 
 namespace fusedpg {
 
@@ -38,10 +39,31 @@ class Executor {
   uint64_t submit(Operation operation);
 
   // Runs the operation before returning.
-  void run(const Operation& operation);
+  void run(FunctionRef<void(uint64_t)> operation);
+
+  // The turn of a synchronous operation before which nothing is queued or runs:
+  // while it lives, the operation of this ticket is what its thread executes.
+  // Where something is before it there is no turn, and run() is the way.
+  class Turn {
+   public:
+    explicit Turn(Executor& executor);
+    ~Turn();
+    Turn(const Turn&) = delete;
+    explicit operator bool() const {
+      return executor_ != nullptr;
+    }
+    uint64_t ticket() const {
+      return ticket_;
+    }
+
+   private:
+    Executor* executor_ = nullptr;
+    uint64_t ticket_ = 0;
+    uint64_t position_ = 0;
+  };
 
   // Runs `fn` in turn, but takes no ticket; also after stop().
-  void run_unnumbered(const std::function<void()>& fn);
+  void run_unnumbered(FunctionRef<void()> fn);
 
   // Returns when the submitted operation of this ticket has ended, having run
   // it and those before it here if they had not begun. In a forked child, which
@@ -71,7 +93,7 @@ class Executor {
  private:
   using Lock = std::unique_lock<std::mutex>;
   struct Item {
-    std::function<void()> run;
+    Operation run;
     uint64_t position; // among all items, from 1 on
     uint64_t ticket; // 0: none
     Clock::time_point since; // when it was given
@@ -79,7 +101,9 @@ class Executor {
 
   void check_open() const;
   void check_not_inside() const;
-  Item item(std::function<void()> fn, uint64_t ticket);
+  Item item(Operation operation, uint64_t ticket);
+  void begin();
+  void end(uint64_t position, uint64_t ticket);
   void execute(Item item, Lock& lock);
   void execute_next(Lock& lock);
   void run_in_turn(Item item, Lock& lock);
@@ -88,6 +112,7 @@ class Executor {
   void watch(Lock& lock, Condition condition);
   void learn(Clock::time_point submitted);
   void wake();
+  void wake_for_rest();
   Clock::time_point due() const;
   void progress();
   bool idle() const {

@@ -1,5 +1,8 @@
 // The rule for failures, which both engines of CPU tensors have.
 
+#include <execinfo.h>
+
+#include <array>
 #include <new>
 #include <stdexcept>
 
@@ -15,6 +18,32 @@ using namespace fusedpg::test;
 
 constexpr int kSize = 3;
 
+int frames() {
+  std::array<void*, 64> stack{};
+  return backtrace(stack.data(), static_cast<int>(stack.size()));
+}
+
+// The best kernels, which note from how deep on the stack they reduce.
+thread_local int deepest = 0;
+const kernels::Table& noting_kernels() {
+  static const kernels::Table table = [] {
+    kernels::Table noting = *kernels::table();
+    noting.reduce = [](const kernels::ReduceArgs& args,
+                       void* const* dsts,
+                       size_t num_dsts,
+                       const void* const* srcs,
+                       size_t num_srcs,
+                       size_t count,
+                       bool stream) {
+      deepest = std::max(deepest, frames());
+      kernels::table()->reduce(
+          args, dsts, num_dsts, srcs, num_srcs, count, stream);
+    };
+    return noting;
+  }();
+  return table;
+}
+
 // One rank of a group, in one machine or on as many as `hosts`.
 struct Rank : GroupBase {
   Rank(int rank, const std::shared_ptr<Store>& store, int hosts)
@@ -22,7 +51,7 @@ struct Rank : GroupBase {
             rank,
             kSize,
             settings_of(rank, hosts),
-            *kernels::table(),
+            noting_kernels(),
             as_error),
         bootstrap(met(rank, kSize, *store, settings)) {
     const Deadline deadline(kLong);
@@ -46,7 +75,7 @@ struct Rank : GroupBase {
     return s;
   }
 
-  void run(const Engine::Operation& op) {
+  void run(const auto& op) {
     engine->execute(op, "fused:test", ++sequence, kLong);
   }
   void barrier() {
@@ -120,6 +149,23 @@ TEST(engines_tell_peers_what_a_rank_throws_before_it_has_entered) {
           ErrorKind::kTimeout}) {
       raises(Error(kind, "fused: not here"), "fused: not here");
     }
+  });
+}
+
+// From here: Rank::run, execute, the function, perform, all_reduce, combine, and
+// the kernel. The other half of the walk is in docs/develop/architecture.md.
+TEST(engines_reach_the_kernel_through_few_frames) {
+  with_engines([](Rank& r, Store&) {
+    std::vector<float> data(1024, 1);
+    const Buffer tensor{data.data(), data.size()};
+    Call call{.op = OpCode::kAllReduce, .dtype = DType::kFloat32};
+    call.inputs = single(tensor);
+    deepest = 0;
+    const int here = frames();
+    r.run([&](Way& way) { perform(way, call); });
+    CHECK_EQ(data[0], float{kSize});
+    CHECK(deepest > here);
+    CHECK(deepest - here <= 7);
   });
 }
 

@@ -3,6 +3,7 @@
 
 #include <future>
 #include <numeric>
+#include <optional>
 #include <random>
 #include <set>
 
@@ -109,6 +110,35 @@ TEST(executor_runs_inline_when_idle) {
   executor.run(note); // has to wait its turn, here or there
   CHECK(where != std::thread::id());
   opener.join();
+}
+
+TEST(executor_turns_are_for_who_finds_it_idle) {
+  Executor executor;
+  std::vector<uint64_t> order;
+  const auto note = [&](uint64_t ticket) { order.push_back(ticket); };
+  {
+    const Executor::Turn turn(executor);
+    CHECK(static_cast<bool>(turn));
+    CHECK_EQ(turn.ticket(), uint64_t{1});
+    CHECK(executor.runs_here());
+    const Executor::Turn within(executor);
+    CHECK(!static_cast<bool>(within));
+    CHECK_THROWS(executor.run(note), Error, "signal handler");
+    CHECK_EQ(executor.submit(note), uint64_t{2}); // waits
+    CHECK(!executor.drain(milliseconds(20)));
+    CHECK(order.empty());
+  }
+  CHECK(!executor.runs_here());
+  CHECK(executor.drain(kLong));
+  CHECK(order == (std::vector<uint64_t>{2}));
+  std::optional<Executor::Turn> turn(std::in_place, executor);
+  std::thread caller([&] { executor.run(note); });
+  while (executor.tickets() < 4) {
+    std::this_thread::yield();
+  }
+  turn.reset();
+  caller.join();
+  CHECK(order == (std::vector<uint64_t>{2, 4}));
 }
 
 // A thread that waits runs what has not begun, up to what it waits for.

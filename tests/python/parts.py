@@ -42,6 +42,7 @@ REST = [
 CAPABILITIES = {
     "collectives, send and recv": [
         "test_collectives.py",
+        "test_all_reduce_op.py",
         "test_async_op.py",
         "test_p2p.py",
         "test_numerics.py",

@@ -16,3 +16,7 @@ def test_fused_calls() -> None:
     for counts in harness.pool(2).run(walks.fused_calls):
         for name, limit in limits.items():
             assert all(n <= most for n, most in zip(counts[name], limit)), counts
+
+
+def test_all_reduce() -> None:
+    assert harness.pool(2).run(walks.all_reduce) == [1, 1]

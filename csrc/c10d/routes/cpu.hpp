@@ -139,26 +139,46 @@ class CpuRoute : public Route {
   std::shared_ptr<Arena> arena() {
     return engine_->arena();
   }
-  // Queues a function of a Way, an Operation, as the group's next call.
+  // Has a function of a Way done as the group's next operation: here, which gives
+  // null, or asynchronously. `lists`: see Group::enqueue().
   template <typename Function>
   WorkPtr run(
-      const CallInfo& call,
+      const CallInfo& info,
       const Tensors& inputs,
       const Tensors& outputs,
       Function operation,
       const TensorLists& lists = {}) {
-    return group_.enqueue(
-        call,
-        inputs,
-        outputs,
-        [this,
-         title = call.title,
-         timeout = call.timeout,
-         operation = std::move(operation)](uint64_t ticket) {
-          // By reference: a copy would take memory.
-          engine_->execute(std::cref(operation), title, ticket, timeout);
-        },
-        lists);
+    group_.check_open(info.title);
+    if (info.async_op) {
+      return group_.enqueue(
+          info,
+          inputs,
+          outputs,
+          [engine = engine_.get(),
+           title = info.title,
+           timeout = info.timeout,
+           operation = std::move(operation)](uint64_t ticket) {
+            engine->execute(operation, title, ticket, timeout);
+          },
+          lists);
+    }
+    Group::Watched watched(group_, info, inputs, outputs);
+    const auto in_turn = [&](uint64_t ticket) {
+      watched.start();
+      try {
+        engine_->execute(operation, info.title, ticket, info.timeout);
+      } catch (...) {
+        watched.failed();
+      }
+      watched.end();
+    };
+    if (const Executor::Turn turn(group_.executor()); turn) {
+      in_turn(turn.ticket());
+    } else {
+      translate([&] { group_.executor().run(in_turn); });
+    }
+    watched.raise();
+    return nullptr;
   }
 
   // How a call combines contributions. A group that serves "gloo" refuses means
@@ -175,11 +195,6 @@ class CpuRoute : public Route {
       const Tensors& tensors,
       int peer,
       int tag);
-  // all_reduce of each tensor, or of all as contributions to one result.
-  WorkPtr reduce_all(
-      const Tensors& tensors,
-      const c10d::AllreduceOptions& opts,
-      bool together);
   // outputs[i][p] receives rank p's inputs[i]; then every list of `copies`
   // receives what the outputs hold, rank after rank. `lists` are the outputs as
   // the caller gave them.

@@ -8,21 +8,56 @@
 namespace fusedpg {
 namespace {
 
-// The tensors of one all_reduce: what takes part in it, and how its result
-// comes to them.
-struct Joined {
+Call reduction_call(
+    OpCode op,
+    const kernels::ReduceArgs& args,
+    Buffers inputs,
+    Buffers outputs = {},
+    int root = -1) {
+  return {op, args.dtype, inputs, outputs, root, args.op, args.factor};
+}
+
+void check_reduced(const Tensors& tensors) {
+  for (const at::Tensor& t : tensors) {
+    check_tensor("all_reduce", t);
+    TORCH_CHECK_VALUE(
+        t.scalar_type() == tensors[0].scalar_type(),
+        formatted(
+            "fused: all_reduce: tensors of one call must have one dtype, found "
+            "{} and {}",
+            tensors[0].scalar_type(),
+            t.scalar_type()));
+  }
+}
+
+// An all_reduce of several tensors: of each, or of all as contributions to one
+// result, which comes to them all.
+struct AllReduce {
   const kernels::Table& kernels;
   Tensors tensors;
   kernels::ReduceArgs reduction;
-  bool together; // all of them are one contribution
+  bool together;
 
-  std::vector<Flat> begin() const {
-    if (together) {
-      return {folded(kernels, tensors, reduction)};
+  void operator()(Way& way) const {
+    if (tensors.size() == 1) { // without lists of one
+      const Flat flat = Flat::inout(tensors[0]);
+      const Buffer one = flat.buffer();
+      perform(way, reduction_call(OpCode::kAllReduce, reduction, single(one)));
+      flat.finish();
+      return;
     }
-    return flat_inouts(tensors);
-  }
-  void end(const std::vector<Flat>& flats) const {
+    const std::vector<Flat> flats = together
+        ? std::vector<Flat>{folded(kernels, tensors, reduction)}
+        : flat_inouts(tensors);
+    const std::vector<Buffer> all = buffers(flats);
+    for (size_t i = 0; i < all.size(); i += kMaxStepTensors) {
+      const size_t num = std::min(all.size() - i, kMaxStepTensors);
+      if (num != all.size()) {
+        way.begin_item(i, all.size());
+      }
+      const Buffers some = Buffers(all).subspan(i, num);
+      perform(way, reduction_call(OpCode::kAllReduce, reduction, some));
+    }
     if (flats.size() == tensors.size()) {
       finish(flats);
       return;
@@ -32,15 +67,6 @@ struct Joined {
     }
   }
 };
-
-Call reduction_call(
-    OpCode op,
-    const kernels::ReduceArgs& args,
-    Buffers inputs,
-    Buffers outputs = {},
-    int root = -1) {
-  return {op, args.dtype, inputs, outputs, root, args.op, args.factor};
-}
 
 } // namespace
 
@@ -77,50 +103,32 @@ WorkPtr CpuRoute::allreduce(
     return allreduce_sparse(tensors, opts);
   }
   check_alike("all_reduce", tensors);
-  return reduce_all(tensors, opts, /*together=*/true);
+  check_reduced(tensors);
+  return run(
+      group_.info(c10d::OpType::ALLREDUCE, "fused:all_reduce", opts),
+      tensors,
+      tensors,
+      AllReduce{
+          group_.kernels,
+          tensors,
+          reduction_of(opts.reduceOp, tensors[0].scalar_type()),
+          /*together=*/true});
 }
 
 WorkPtr CpuRoute::allreduce_coalesced(
     Tensors& tensors,
     const c10d::AllreduceCoalescedOptions& opts) {
   TORCH_CHECK_VALUE(!tensors.empty(), "fused: all_reduce: no tensor given");
-  return reduce_all(tensors, opts, /*together=*/false);
-}
-
-WorkPtr CpuRoute::reduce_all(
-    const Tensors& tensors,
-    const c10d::AllreduceOptions& opts,
-    bool together) {
-  const CallInfo call =
-      group_.info(c10d::OpType::ALLREDUCE, "fused:all_reduce", opts);
-  for (const at::Tensor& t : tensors) {
-    check_tensor("all_reduce", t);
-    TORCH_CHECK_VALUE(
-        t.scalar_type() == tensors[0].scalar_type(),
-        formatted(
-            "fused: all_reduce: tensors of one call must have one dtype, found "
-            "{} and {}",
-            tensors[0].scalar_type(),
-            t.scalar_type()));
-  }
-  const Joined joined{
-      group_.kernels,
+  check_reduced(tensors);
+  return run(
+      group_.info(c10d::OpType::ALLREDUCE, "fused:all_reduce", opts),
       tensors,
-      reduction_of(opts.reduceOp, tensors[0].scalar_type()),
-      together};
-  return run(call, tensors, tensors, [joined](Way& way) {
-    const std::vector<Flat> flats = joined.begin();
-    const std::vector<Buffer> all = buffers(flats);
-    for (size_t i = 0; i < all.size(); i += kMaxStepTensors) {
-      const size_t num = std::min(all.size() - i, kMaxStepTensors);
-      if (num != all.size()) {
-        way.begin_item(i, all.size());
-      }
-      const Buffers some = Buffers(all).subspan(i, num);
-      perform(way, reduction_call(OpCode::kAllReduce, joined.reduction, some));
-    }
-    joined.end(flats);
-  });
+      tensors,
+      AllReduce{
+          group_.kernels,
+          tensors,
+          reduction_of(opts.reduceOp, tensors[0].scalar_type()),
+          /*together=*/false});
 }
 
 WorkPtr CpuRoute::allreduce_sparse(

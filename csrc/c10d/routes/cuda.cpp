@@ -74,10 +74,12 @@ CudaRoute::CudaRoute(
 
 // --- c10d's collectives ------------------------------------------------------
 
-WorkPtr CudaRoute::forward(const at::Tensor* tensor, Operation operation) {
+WorkPtr CudaRoute::delegate(
+    const at::Tensor& tensor,
+    CudaGroup::Delegated operation) {
   group_.check_open("fused: a collective of CUDA tensors");
   auto work = cuda_.delegated(
-      *tensor, group_.timeout.load(), group_.is_coalescing(), operation);
+      tensor, group_.timeout.load(), group_.is_coalescing(), operation);
   // What is held back is waited for as a whole.
   return cuda_.holds_back() ? work : group_.remember(work);
 }
@@ -154,7 +156,7 @@ WorkPtr CudaRoute::reduce_scatter_tensor_coalesced(
 WorkPtr CudaRoute::barrier(const c10d::BarrierOptions& opts) {
   const at::Tensor there =
       at::empty({0}, at::TensorOptions().device(*opts.device));
-  return forward(&there, [&](auto& nccl) { return nccl.barrier(opts); });
+  return forward(&there, &c10d::Backend::barrier, opts);
 }
 
 WorkPtr CudaRoute::endCoalescing() {

@@ -7,7 +7,7 @@ namespace fusedpg {
 
 // Tensors on GPUs. The delegate, torch's ProcessGroupNCCL, does c10d's
 // collectives; CudaGroup keeps its operations and ours in order.
-class CudaRoute : public Forwarding<Route> {
+class CudaRoute : public Forwarding<Route, CudaRoute> {
  public:
   // `pretend`: CPU tensors are device memory (tests, with a fake CUDA).
   CudaRoute(
@@ -97,10 +97,18 @@ class CudaRoute : public Forwarding<Route> {
   void interrupt(const std::string& /* how */) override {}
   void shutdown() override;
 
- protected:
-  WorkPtr forward(const at::Tensor* tensor, Operation operation) override;
-
  private:
+  friend Forwarding;
+  template <typename Method, typename... Arguments>
+  WorkPtr forward(
+      const at::Tensor* tensor,
+      Method method,
+      Arguments&... arguments) {
+    return delegate(*tensor, [&](c10d::Backend& nccl) {
+      return (nccl.*method)(arguments...);
+    });
+  }
+  WorkPtr delegate(const at::Tensor& tensor, CudaGroup::Delegated operation);
   // For what runs on the GPU but is not NCCL's alone: it would wait for
   // collectives that a group of calls still holds back.
   void check_not_coalescing(const char* title) const;

@@ -34,6 +34,11 @@ def frames(call: Callable[[], object]) -> int:
     return count
 
 
+def all_reduce(_: Context) -> int:
+    tensor = torch.ones(1024)
+    return frames(lambda: fusedpg.all_reduce_(tensor))
+
+
 def step(g: fusion.Partial, w: fusion.Replicate, lr: float) -> Any:
     return w - lr * fusion.all_reduce(g, "mean")
 

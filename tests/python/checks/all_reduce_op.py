@@ -1,0 +1,129 @@
+"""What `fusedpg.all_reduce_` does is what `dist.all_reduce` does."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fusedpg
+from checks.cases import REDUCIBLE, supported, values
+from checks.faults import mark
+from harness import Context
+
+OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+SIZES = (0, 1, 7, 1024, 4099, 1 << 18)  # to 1 MiB of fp32
+
+
+def _agree(given: torch.Tensor, redop: str) -> None:
+    expected, got = given.clone(), given.clone()
+    dist.all_reduce(expected, getattr(dist.ReduceOp, redop))
+    before = got._version
+    fusedpg.all_reduce_(got, redop.lower())
+    assert got._version == before + 1
+    assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8)), (given.dtype, redop)
+
+
+def types(context: Context) -> None:
+    for dtype in REDUCIBLE:
+        for redop in OPS:
+            if supported(redop, dtype):
+                _agree(values(context.rank, 1000, dtype), redop)
+
+
+def sizes(context: Context) -> None:
+    for numel in SIZES:
+        for redop in ("SUM", "MAX"):
+            _agree(values(context.rank, numel, torch.float32), redop)
+
+
+def strides(context: Context) -> None:
+    """Elements between those of the tensor keep their values."""
+    base = values(context.rank, 6000, torch.float32).view(60, 100)
+    for cut in (base.t(), base[:, ::3], base[5:, 7:]):
+        whole, twin = base.clone(), base.clone()
+        mine, its = (
+            t.as_strided(cut.size(), cut.stride(), cut.storage_offset()) for t in (whole, twin)
+        )
+        fusedpg.all_reduce_(mine)
+        dist.all_reduce(its)
+        assert torch.equal(whole, twin)
+
+
+def order(context: Context) -> None:
+    """It shares the order and the sequence numbers of the group's other operations."""
+    group = dist.group.WORLD
+    tensors = [torch.full((100,), float(i + context.rank)) for i in range(6)]
+    before = fusedpg.group_info()["sequence_number"]
+    works = [dist.all_reduce(tensors[i], group=group, async_op=True) for i in range(3)]
+    fusedpg.all_reduce_(tensors[3], dist.ReduceOp.MAX, group)
+    dist.all_reduce(tensors[4])
+    fusedpg.all_reduce_(tensors[5])
+    for work in works:
+        work.wait()
+    world = context.world_size
+    for i in (0, 1, 2, 4, 5):
+        assert torch.equal(tensors[i], torch.full((100,), float(world * i + sum(range(world)))))
+    assert torch.equal(tensors[3], torch.full((100,), 3.0 + world - 1))
+    assert fusedpg.group_info()["sequence_number"] == before + 6
+
+
+def refused(context: Context) -> None:
+    """Arguments that are wrong on one rank raise on all, and the group stays usable."""
+    wrong = context.rank == 0
+    tensor = torch.ones(10)
+    with pytest.raises((ValueError, dist.DistBackendError), match="op must be"):
+        fusedpg.all_reduce_(tensor, "mean" if wrong else "sum")
+    with pytest.raises(dist.DistBackendError):
+        fusedpg.all_reduce_(torch.ones(10 + context.rank))
+    leaf = torch.ones(10, requires_grad=True)
+    with pytest.raises((RuntimeError, ValueError), match="has no derivative"):
+        fusedpg.all_reduce_(leaf if wrong else tensor)
+    with torch.no_grad():
+        fusedpg.all_reduce_(leaf)
+    assert torch.equal(leaf, torch.full((10,), float(context.world_size)))
+
+
+def compiled(context: Context) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        fusedpg.all_reduce_(y, "sum", dist.group.WORLD)
+        return y + 1
+
+    expected = torch.full((64,), 2.0 * context.world_size + 1)
+    for backend in ("eager", "aot_eager"):
+        torch._dynamo.reset()
+        fast = torch.compile(function, fullgraph=True, backend=backend)
+        assert torch.equal(fast(torch.ones(64)), expected)
+    with torch._subclasses.FakeTensorMode():
+        fake = torch.ones(64)
+        torch.ops.fusedpg.all_reduce_(fake, "sum", dist.group.WORLD.group_name)
+        assert fake.shape == (64,)
+    meta = torch.ones(64, device="meta")
+    torch.ops.fusedpg.all_reduce_(meta, "sum", dist.group.WORLD.group_name)
+    with pytest.raises(ValueError, match="op must be"):
+        torch.ops.fusedpg.all_reduce_(meta, "mean", dist.group.WORLD.group_name)
+
+
+def until_it_fails(context: Context) -> tuple[str, float]:
+    tensor = torch.ones(1024)
+    calls = 0
+    try:
+        while True:
+            fusedpg.all_reduce_(tensor, "max")
+            calls += 1
+            if calls == 3:
+                mark(context, "running")
+    except dist.DistBackendError as error:
+        return str(error), time.monotonic()
+
+
+def alone(context: Context) -> str:
+    """One rank does not come."""
+    if context.rank == 0:
+        return ""
+    with pytest.raises(dist.DistBackendError) as error:
+        fusedpg.all_reduce_(torch.ones(1024))
+    return str(error.value)
