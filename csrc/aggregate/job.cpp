@@ -143,7 +143,7 @@ bool Job::next(Head& head) {
     if (all) {
       break;
     }
-    transport_->doze(kLook);
+    transport_->wait_briefly(kLook);
   }
   for (const NetBuffer& one : heads) {
     if (std::memcmp(one.data(), heads[0].data(), sizeof head) != 0) {
@@ -268,7 +268,7 @@ void Job::add_up(Slot& slot, const kernels::ReduceArgs& args, size_t bytes) {
 // A worker that has its results may leave, while others still get theirs.
 void Job::watch() const {
   for (int r = 0; receiving_ && r < workers_; ++r) {
-    if (transport_->deaf(r) || transport_->lost(r)) {
+    if (transport_->send_closed(r) || transport_->lost(r)) {
       fail(
           ErrorKind::kPeerFailed,
           "fused: worker {} has ended its connections in the middle of an "
