@@ -28,7 +28,7 @@ BlockStream::BlockStream(
       bits_(bits),
       buffers_(buffers),
       next_(layout.next(bits, 0, aggregator)),
-      word_comes_(transport.receive(peer_, kWordTag, said_)) {}
+      header_comes_(transport.receive(peer_, kBlockHeaderTag, header_bytes_)) {}
 
 bool BlockStream::over(const Transport::RequestPtr& request) {
   switch (transport_.state(*request)) {
@@ -51,8 +51,8 @@ bool BlockStream::move() {
 void BlockStream::give_up(const Deadline& deadline) {
   if (message_comes_) {
     message_comes_->wait(deadline);
-  } else if (word_comes_) {
-    word_comes_->wait(deadline);
+  } else if (header_comes_) {
+    header_comes_->wait(deadline);
   } else if (!sends_.empty()) {
     sends_.back().requests.back()->wait(deadline);
   }
@@ -69,7 +69,7 @@ bool BlockStream::send_some() {
   }
   while (!said_all_ && sends_.size() < kAhead) {
     Sent sent;
-    Word word;
+    BlockHeader header;
     NetBuffer body;
     if (next_ != kNoBlock) {
       sent.message = buffers_.take(layout_.most_bytes());
@@ -81,17 +81,18 @@ bool BlockStream::send_some() {
             layout_.elements(next_) * layout_.element());
         next_ = layout_.next(bits_, next_ + 1, aggregator_);
       }
-      word = message.word();
+      header = message.header();
       body = message.finish();
     }
-    word.next = next_;
+    header.next = next_;
     said_all_ = next_ == kNoBlock;
-    const NetBuffer said = message_of(word);
-    sent.requests.push_back(transport_.send(peer_, kWordTag, said));
-    if (word.blocks != 0) {
+    const NetBuffer header_bytes = message_of(header);
+    sent.requests.push_back(
+        transport_.send(peer_, kBlockHeaderTag, header_bytes));
+    if (header.blocks != 0) {
       sent.requests.push_back(transport_.send(peer_, kBlocksTag, body));
     }
-    counts_.bytes_sent += said.bytes() + body.bytes();
+    counts_.bytes_sent += header_bytes.bytes() + body.bytes();
     counts_.messages_sent += sent.requests.size();
     sends_.push_back(std::move(sent));
     moved = true;
@@ -102,19 +103,19 @@ bool BlockStream::send_some() {
 bool BlockStream::receive_some() {
   bool moved = false;
   while (!heard_all_) {
-    if (word_comes_) {
-      if (!over(word_comes_)) {
+    if (header_comes_) {
+      if (!over(header_comes_)) {
         break;
       }
-      word_comes_.reset();
-      word_ = word_of(said_);
-      layout_.check(word_);
-      counts_.bytes_received += said_.bytes();
-      counts_.contributions += word_.contributions;
-      if (word_.blocks != 0) {
+      header_comes_.reset();
+      header_ = header_of(header_bytes_);
+      layout_.check(header_);
+      counts_.bytes_received += header_bytes_.bytes();
+      counts_.contributions += header_.contributions;
+      if (header_.blocks != 0) {
         message_ = buffers_.take(layout_.most_bytes());
         message_comes_ = transport_.receive(
-            peer_, kBlocksTag, message_.part(0, layout_.bytes(word_)));
+            peer_, kBlocksTag, message_.part(0, layout_.bytes(header_)));
       }
     }
     if (message_comes_) {
@@ -126,10 +127,10 @@ bool BlockStream::receive_some() {
       buffers_.give(std::exchange(message_, {}));
     }
     moved = true;
-    if (word_.next == kNoBlock) {
+    if (header_.next == kNoBlock) {
       heard_all_ = true;
     } else {
-      word_comes_ = transport_.receive(peer_, kWordTag, said_);
+      header_comes_ = transport_.receive(peer_, kBlockHeaderTag, header_bytes_);
     }
   }
   return moved;
@@ -137,7 +138,7 @@ bool BlockStream::receive_some() {
 
 void BlockStream::scatter() {
   const std::vector<uint32_t> blocks =
-      layout_.read(word_, message_, aggregator_, from_);
+      layout_.read(header_, message_, aggregator_, from_);
   from_ = blocks.back() + 1;
   const char* from = message_.data();
   for (const uint32_t block : blocks) {
@@ -146,7 +147,7 @@ void BlockStream::scatter() {
     from += bytes;
   }
   counts_.blocks += blocks.size();
-  counts_.bytes_received += layout_.bytes(word_);
+  counts_.bytes_received += layout_.bytes(header_);
 }
 
 } // namespace fusedpg::aggregate

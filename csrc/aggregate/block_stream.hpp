@@ -69,9 +69,9 @@ class BlockStream {
   std::deque<Sent> sends_;
   // Results.
   bool heard_all_ = false;
-  const NetBuffer said_{sizeof(Word)};
-  Transport::RequestPtr word_comes_;
-  Word word_;
+  const NetBuffer header_bytes_{sizeof(BlockHeader)};
+  Transport::RequestPtr header_comes_;
+  BlockHeader header_;
   NetBuffer message_;
   Transport::RequestPtr message_comes_;
   uint32_t from_ = 0; // no block before this one can come

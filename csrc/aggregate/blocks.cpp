@@ -77,26 +77,26 @@ uint32_t BlockLayout::next(
   return kNoBlock;
 }
 
-void BlockLayout::check(const Word& word) const {
-  const bool some = word.blocks != 0;
-  if (word.blocks > stripe_ || some != (word.elements != 0) ||
-      word.elements > uint64_t(word.blocks) * block_ ||
-      (!some && word.next != kNoBlock)) {
+void BlockLayout::check(const BlockHeader& header) const {
+  const bool some = header.blocks != 0;
+  if (header.blocks > stripe_ || some != (header.elements != 0) ||
+      header.elements > uint64_t(header.blocks) * block_ ||
+      (!some && header.next != kNoBlock)) {
     refuse();
   }
 }
 
 std::vector<uint32_t> BlockLayout::read(
-    const Word& word,
+    const BlockHeader& header,
     const NetBuffer& message,
     size_t aggregator,
     uint32_t from) const {
-  std::vector<uint32_t> found(word.blocks);
+  std::vector<uint32_t> found(header.blocks);
   std::memcpy(
       found.data(),
-      message.data() + word.elements * element_,
+      message.data() + header.elements * element_,
       found.size() * sizeof(uint32_t));
-  const uint32_t behind = word.next == 0 ? kNoBlock : word.next;
+  const uint32_t behind = header.next == 0 ? kNoBlock : header.next;
   size_t elements = 0;
   for (const uint32_t block : found) {
     if (block < from || block >= blocks_ || block >= behind ||
@@ -106,7 +106,7 @@ std::vector<uint32_t> BlockLayout::read(
     from = block + 1;
     elements += this->elements(block);
   }
-  if (elements != word.elements) {
+  if (elements != header.elements) {
     refuse();
   }
   return found;
@@ -119,11 +119,11 @@ char* BlockMessage::add(uint32_t block) {
   return to;
 }
 
-Word BlockMessage::word() const {
-  Word word;
-  word.blocks = static_cast<uint32_t>(blocks_.size());
-  word.elements = static_cast<uint32_t>(elements_);
-  return word;
+BlockHeader BlockMessage::header() const {
+  BlockHeader header;
+  header.blocks = static_cast<uint32_t>(blocks_.size());
+  header.elements = static_cast<uint32_t>(elements_);
+  return header;
 }
 
 NetBuffer BlockMessage::finish() {
@@ -131,19 +131,19 @@ NetBuffer BlockMessage::finish() {
       buffer_.data() + elements_ * layout_.element(),
       blocks_.data(),
       blocks_.size() * sizeof(uint32_t));
-  return buffer_.part(0, layout_.bytes(word()));
+  return buffer_.part(0, layout_.bytes(header()));
 }
 
-NetBuffer message_of(const Word& word) {
-  NetBuffer message(sizeof word);
-  std::memcpy(message.data(), &word, sizeof word);
+NetBuffer message_of(const BlockHeader& header) {
+  NetBuffer message(sizeof header);
+  std::memcpy(message.data(), &header, sizeof header);
   return message;
 }
 
-Word word_of(const NetBuffer& message) {
-  Word word;
-  std::memcpy(&word, message.data(), sizeof word);
-  return word;
+BlockHeader header_of(const NetBuffer& message) {
+  BlockHeader header;
+  std::memcpy(&header, message.data(), sizeof header);
+  return header;
 }
 
 } // namespace fusedpg::aggregate

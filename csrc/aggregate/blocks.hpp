@@ -18,16 +18,17 @@ constexpr size_t kMostBlockBytes = size_t(1) << 20;
 // In front of each message of blocks: what it holds. The message is the
 // elements of its blocks, one after the other, and then their numbers. Without
 // blocks there is none.
-struct Word {
+struct BlockHeader {
   uint32_t blocks = 0;
   uint32_t elements = 0;
   // A worker names the first block of its next message, an aggregator does not
-  // know it yet. kNoBlock from either means that this is the last word.
+  // know it yet. kNoBlock from either means that this is the last header.
   uint32_t next = 0;
   // An aggregator counts the contributions in this message's blocks.
   uint32_t contributions = 0;
 };
-static_assert(std::is_trivially_copyable_v<Word> && sizeof(Word) == 16);
+static_assert(
+    std::is_trivially_copyable_v<BlockHeader> && sizeof(BlockHeader) == 16);
 
 // The blocks of a tensor and whose they are: stripes of `stripe` blocks go to
 // the aggregators in turn. A message holds at most a stripe's number of blocks.
@@ -53,16 +54,16 @@ class BlockLayout {
   // Returns the aggregator's first block from `block` on whose bit is set, or
   // kNoBlock.
   uint32_t next(const uint64_t* bits, uint32_t block, size_t aggregator) const;
-  // Bytes of the message that a word announces.
-  size_t bytes(const Word& word) const {
-    return word.elements * element_ + word.blocks * sizeof(uint32_t);
+  // Bytes of the message that a header announces.
+  size_t bytes(const BlockHeader& header) const {
+    return header.elements * element_ + header.blocks * sizeof(uint32_t);
   }
-  // Throws Error(kMismatch) where a word makes no sense,
-  void check(const Word& word) const;
+  // Throws Error(kMismatch) where a header makes no sense,
+  void check(const BlockHeader& header) const;
   // or where a message does: its blocks, which are the aggregator's, come in
-  // order, none is before `from`, and all are before word.next unless that is 0.
+  // order, none is before `from`, and all are before header.next unless that is 0.
   std::vector<uint32_t> read(
-      const Word& word,
+      const BlockHeader& header,
       const NetBuffer& message,
       size_t aggregator,
       uint32_t from) const;
@@ -88,8 +89,8 @@ class BlockMessage {
   }
   // Adds a block, which comes behind all others; its elements go there.
   char* add(uint32_t block);
-  // The word, but for `next`, and the message, if it has blocks.
-  Word word() const;
+  // The header, but for `next`, and the message, if it has blocks.
+  BlockHeader header() const;
   NetBuffer finish();
 
  private:
@@ -99,7 +100,7 @@ class BlockMessage {
   size_t elements_ = 0;
 };
 
-NetBuffer message_of(const Word& word);
-Word word_of(const NetBuffer& message);
+NetBuffer message_of(const BlockHeader& header);
+BlockHeader header_of(const NetBuffer& message);
 
 } // namespace fusedpg::aggregate

@@ -171,7 +171,7 @@ Client::Shares Client::sparse_all_reduce(
     if (aborted_ || of.deadline.expired()) {
       each([&](BlockStream& one) { one.give_up(of.deadline); });
     }
-    transport_->doze(std::min(of.deadline.left(), kLook));
+    transport_->wait_briefly(std::min(of.deadline.left(), kLook));
   }
   Shares shares;
   for (const BlockStream& one : streams) {

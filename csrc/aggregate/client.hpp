@@ -44,8 +44,8 @@ class Client {
 
   // The same of a tensor that is mostly zeros, by SUM or AVG: `bits` tell which
   // of its blocks of `block` elements this rank has, messages hold at most
-  // `stripe` of them, and workers have agreed on these two. Where no worker has
-  // a block the tensor is left alone.
+  // `stripe` of them, and workers have agreed on these two. A tensor of which
+  // no worker has a block is left alone.
   struct Shares {
     uint64_t blocks = 0; // that any worker has
     uint64_t contributions = 0; // the sum of what each has

@@ -27,20 +27,23 @@ kernels::ReduceArgs args_of(const Head& head) {
 Job::Job(
     std::shared_ptr<TcpListener> listener,
     const kernels::Table& kernels,
+    Server::Counters& counters,
     Fd visitor)
     : listener_(std::move(listener)),
       kernels_(kernels),
+      counters_(counters),
       visitor_(std::move(visitor)) {}
 
 void Job::run() noexcept {
   pthread_setname_np(pthread_self(), "fusedpg-job");
   try {
     if (open()) {
+      ++counters_.jobs;
       serve();
     }
   } catch (const std::exception& error) {
     if (!ending_) {
-      ++failed_;
+      ++counters_.failed;
       log_line(formatted("aggregator: a job has failed: {}", error.what()));
     }
   }
@@ -50,6 +53,7 @@ void Job::run() noexcept {
   } catch (const std::exception& error) {
     log_line(formatted("aggregator: a job's end: {}", error.what()));
   }
+  --counters_.active;
   ended_ = true;
 }
 
@@ -59,19 +63,6 @@ void Job::end() {
   if (transport_) {
     transport_->abort();
   }
-}
-
-Server::Stats Job::stats() const {
-  Server::Stats stats;
-  stats.jobs = refused_ == 0 ? 1 : 0;
-  stats.active = ended_ ? 0 : 1;
-  stats.refused = refused_;
-  stats.failed = failed_;
-  stats.operations = operations_;
-  stats.segments = segments_;
-  stats.bytes_received = bytes_received_;
-  stats.bytes_sent = bytes_sent_;
-  return stats;
 }
 
 bool Job::open() {
@@ -100,7 +91,7 @@ bool Job::open() {
     const std::lock_guard<std::mutex> lock(mutex_);
     transport_ = std::move(transport);
   } catch (const std::exception& error) {
-    ++refused_;
+    ++counters_.refused;
     log_line(formatted("aggregator: no job: {}", error.what()));
     try {
       const std::string why = error.what();
@@ -118,7 +109,7 @@ void Job::serve() {
   while (next(head)) {
     check(head);
     head.block == 0 ? all_reduce(head) : merge(head);
-    ++operations_;
+    ++counters_.operations;
   }
 }
 
@@ -143,7 +134,7 @@ bool Job::next(Head& head) {
     if (all) {
       break;
     }
-    transport_->doze(kLook);
+    transport_->wait_briefly(kLook);
   }
   for (const NetBuffer& one : heads) {
     if (std::memcmp(one.data(), heads[0].data(), sizeof head) != 0) {
@@ -182,9 +173,9 @@ void Job::merge(const Head& head) {
   const Merge::Counts counts = merge.run();
   receiving_ = false;
   merge.flush();
-  segments_ += counts.messages;
-  bytes_received_ += counts.bytes_received;
-  bytes_sent_ += counts.bytes_sent;
+  counters_.segments += counts.messages;
+  counters_.bytes_received += counts.bytes_received;
+  counters_.bytes_sent += counts.bytes_sent;
 }
 
 void Job::all_reduce(const Head& head) {
@@ -260,15 +251,15 @@ void Job::add_up(Slot& slot, const kernels::ReduceArgs& args, size_t bytes) {
     slot.sends.push_back(transport_->send(
         r, static_cast<uint32_t>(Tag::kResult), slot.result.part(0, bytes)));
   }
-  ++segments_;
-  bytes_received_ += bytes * static_cast<size_t>(workers_);
-  bytes_sent_ += bytes * static_cast<size_t>(workers_);
+  ++counters_.segments;
+  counters_.bytes_received += bytes * static_cast<size_t>(workers_);
+  counters_.bytes_sent += bytes * static_cast<size_t>(workers_);
 }
 
 // A worker that has its results may leave, while others still get theirs.
 void Job::watch() const {
   for (int r = 0; receiving_ && r < workers_; ++r) {
-    if (transport_->deaf(r) || transport_->lost(r)) {
+    if (transport_->send_closed(r) || transport_->lost(r)) {
       fail(
           ErrorKind::kPeerFailed,
           "fused: worker {} has ended its connections in the middle of an "

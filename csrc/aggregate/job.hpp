@@ -17,6 +17,7 @@ class Job {
  public:
   Job(std::shared_ptr<TcpListener> listener,
       const kernels::Table& kernels,
+      Server::Counters& counters,
       Fd visitor);
 
   // From what was said at the front door to the end of the job.
@@ -26,7 +27,6 @@ class Job {
   bool ended() const {
     return ended_;
   }
-  Server::Stats stats() const;
 
  private:
   // One place of the pipeline.
@@ -51,6 +51,7 @@ class Job {
 
   const std::shared_ptr<TcpListener> listener_;
   const kernels::Table& kernels_;
+  Server::Counters& counters_; // of all jobs
   Fd visitor_;
   int workers_ = 0;
   Request request_;
@@ -61,8 +62,6 @@ class Job {
   bool receiving_ = false;
   std::vector<Slot> slots_;
   NetBuffers buffers_; // of blocks
-  std::atomic<uint64_t> refused_{0}, failed_{0}, operations_{0}, segments_{0};
-  std::atomic<uint64_t> bytes_received_{0}, bytes_sent_{0};
 };
 
 } // namespace fusedpg::aggregate

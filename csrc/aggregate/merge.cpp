@@ -42,7 +42,7 @@ Merge::Counts Merge::run() {
       const Stream& one = streams_[r];
       if (one.at == one.blocks.size() && one.after == block) {
         load(r);
-        here = false; // the first word of a worker may name a later block
+        here = false; // the first header of a worker may name a later block
       }
     }
     if (here) {
@@ -66,16 +66,17 @@ void Merge::flush() {
 
 void Merge::listen(int worker) {
   Stream& one = streams_[worker];
-  one.word_comes = transport_.receive(worker, kWordTag, one.said);
+  one.header_comes =
+      transport_.receive(worker, kBlockHeaderTag, one.header_bytes);
 }
 
 void Merge::hear(int worker) {
   Stream& one = streams_[worker];
-  one.word_comes.reset();
-  one.word = word_of(one.said);
-  layout_.check(one.word);
-  if (one.word.blocks != 0) {
-    const size_t bytes = layout_.bytes(one.word);
+  one.header_comes.reset();
+  one.header = header_of(one.header_bytes);
+  layout_.check(one.header);
+  if (one.header.blocks != 0) {
+    const size_t bytes = layout_.bytes(one.header);
     one.coming = buffers_.take(layout_.most_bytes());
     one.message_comes =
         transport_.receive(worker, kBlocksTag, one.coming.part(0, bytes));
@@ -84,11 +85,11 @@ void Merge::hear(int worker) {
 }
 
 // So that messages come while others are added up.
-void Merge::look_at_words() {
+void Merge::look_at_headers() {
   for (int r = 0; r < static_cast<int>(streams_.size()); ++r) {
     const Stream& one = streams_[r];
-    if (one.word_comes &&
-        transport_.state(*one.word_comes) == TcpTransport::State::kDone) {
+    if (one.header_comes &&
+        transport_.state(*one.header_comes) == TcpTransport::State::kDone) {
       hear(r);
     }
   }
@@ -96,8 +97,8 @@ void Merge::look_at_words() {
 
 void Merge::load(int worker) {
   Stream& one = streams_[worker];
-  if (one.word_comes) {
-    one.word_comes->wait(never());
+  if (one.header_comes) {
+    one.header_comes->wait(never());
     hear(worker);
   }
   if (one.message_comes) {
@@ -108,16 +109,16 @@ void Merge::load(int worker) {
     buffers_.give(std::move(one.message));
   }
   one.message = std::exchange(one.coming, {});
-  one.blocks = one.word.blocks == 0
+  one.blocks = one.header.blocks == 0
       ? std::vector<uint32_t>()
-      : layout_.read(one.word, one.message, aggregator_, one.after);
+      : layout_.read(one.header, one.message, aggregator_, one.after);
   one.at = 0;
   one.offset = 0;
-  one.after = one.word.next;
+  one.after = one.header.next;
   if (one.after != kNoBlock) {
     listen(worker);
   }
-  look_at_words();
+  look_at_headers();
 }
 
 void Merge::add_up(uint32_t block) {
@@ -155,18 +156,18 @@ void Merge::add_up(uint32_t block) {
 }
 
 void Merge::send(bool last) {
-  Word word = result_ ? result_->word() : Word();
-  word.contributions = std::exchange(contributions_, 0);
-  word.next = last ? kNoBlock : 0;
+  BlockHeader header = result_ ? result_->header() : BlockHeader();
+  header.contributions = std::exchange(contributions_, 0);
+  header.next = last ? kNoBlock : 0;
   Out& out = outs_[next_out_];
   next_out_ = (next_out_ + 1) % outs_.size();
   if (!result_) {
     wait_for(out);
   }
-  const NetBuffer said = message_of(word);
+  const NetBuffer header_bytes = message_of(header);
   const NetBuffer message = result_ ? result_->finish() : NetBuffer();
   for (int r = 0; r < static_cast<int>(streams_.size()); ++r) {
-    out.sends.push_back(transport_.send(r, kWordTag, said));
+    out.sends.push_back(transport_.send(r, kBlockHeaderTag, header_bytes));
     if (result_) {
       out.sends.push_back(transport_.send(r, kBlocksTag, message));
     }

@@ -10,8 +10,8 @@
 namespace fusedpg::aggregate {
 
 // An aggregator's side of one tensor that is mostly zeros: the workers' streams
-// of blocks, added up in rank order, as a stream to each of them. Where a worker
-// does not have a block, +0.0 is added once, which is what the dense sum adds.
+// of blocks, added up in rank order, as a stream to each of them. If some
+// worker does not have a block, +0.0 is added once, as the dense sum does.
 class Merge {
  public:
   struct Counts {
@@ -40,12 +40,12 @@ class Merge {
  private:
   // One worker's messages.
   struct Stream {
-    NetBuffer said{sizeof(Word)};
-    Transport::RequestPtr word_comes; // null: the word is here, if one is
-    Word word;
-    NetBuffer coming; // the message that the word announces
+    NetBuffer header_bytes{sizeof(BlockHeader)};
+    Transport::RequestPtr header_comes; // null: the header is here, if one is
+    BlockHeader header;
+    NetBuffer coming; // the message that the header announces
     Transport::RequestPtr message_comes;
-    NetBuffer message; // whose blocks are being added up
+    NetBuffer message; // its blocks are being added up
     std::vector<uint32_t> blocks; // of it
     size_t at = 0; // the first of these that is not
     size_t offset = 0; // of its elements, in bytes
@@ -62,8 +62,8 @@ class Merge {
   };
 
   void listen(int worker);
-  void hear(int worker); // the word has come
-  void look_at_words();
+  void hear(int worker); // the header has come
+  void look_at_headers();
   // The next message of a worker of whose last one nothing is left.
   void load(int worker);
   void add_up(uint32_t block);

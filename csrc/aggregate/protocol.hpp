@@ -29,8 +29,15 @@ constexpr size_t kSegmentBytes = size_t(252) << 10; // see select_net_segment()
 constexpr size_t kMostWorkers = 4096;
 constexpr size_t kMostAggregators = 64;
 
-enum class Tag : uint32_t { kHead, kContribution, kResult, kWord, kBlocks };
-inline constexpr auto kWordTag = static_cast<uint32_t>(Tag::kWord);
+enum class Tag : uint32_t {
+  kHead,
+  kContribution,
+  kResult,
+  kBlockHeader,
+  kBlocks
+};
+inline constexpr auto kBlockHeaderTag =
+    static_cast<uint32_t>(Tag::kBlockHeader);
 inline constexpr auto kBlocksTag = static_cast<uint32_t>(Tag::kBlocks);
 
 // The same from all workers. Without padding, as it is compared byte by byte.

@@ -12,17 +12,6 @@ namespace {
 
 constexpr size_t kMostJobs = 1024;
 
-void add(Server::Stats& to, const Server::Stats& one) {
-  to.jobs += one.jobs;
-  to.active += one.active;
-  to.refused += one.refused;
-  to.failed += one.failed;
-  to.operations += one.operations;
-  to.segments += one.segments;
-  to.bytes_received += one.bytes_received;
-  to.bytes_sent += one.bytes_sent;
-}
-
 } // namespace
 
 Server::Server(const TcpAddress& door, const kernels::Table& kernels)
@@ -54,13 +43,17 @@ void Server::drain() {
   door_.reset();
 }
 
-Server::Stats Server::stats() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  Stats stats = ended_;
-  for (const Running& one : jobs_) {
-    add(stats, one.job->stats());
-  }
-  return stats;
+Server::Stats Server::stats() const {
+  const Counters& c = counters_;
+  return {
+      c.jobs,
+      c.active,
+      c.refused,
+      c.failed,
+      c.operations,
+      c.segments,
+      c.bytes_received,
+      c.bytes_sent};
 }
 
 void Server::take_in() {
@@ -76,18 +69,19 @@ void Server::take_in() {
     }
     for (auto& [from, socket] : door_->take()) {
       if (jobs_.size() >= kMostJobs) {
-        ++ended_.refused;
+        ++counters_.refused;
         continue; // its connection ends
       }
+      ++counters_.active; // the job ends this
+      Running& running = jobs_.emplace_back();
       try {
-        jobs_.push_back(
-            {std::make_unique<Job>(listener_, kernels_, std::move(socket)),
-             {}});
-        Job* job = jobs_.back().job.get();
-        jobs_.back().thread = std::thread([job] { job->run(); });
+        running.job = std::make_unique<Job>(
+            listener_, kernels_, counters_, std::move(socket));
+        running.thread = std::thread([job = running.job.get()] { job->run(); });
       } catch (const std::exception& error) {
         jobs_.pop_back();
-        ++ended_.refused;
+        --counters_.active;
+        ++counters_.refused;
         log_line(formatted("aggregator: no thread: {}", error.what()));
       }
     }
@@ -98,7 +92,6 @@ void Server::reap() {
   for (auto one = jobs_.begin(); one != jobs_.end();) {
     if (one->job->ended()) {
       one->thread.join();
-      add(ended_, one->job->stats());
       one = jobs_.erase(one);
     } else {
       ++one;

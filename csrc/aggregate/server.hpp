@@ -38,17 +38,21 @@ class Server {
   // Takes no more jobs; those that are there go on.
   void drain();
 
-  struct Stats {
-    uint64_t jobs = 0; // that have begun
-    uint64_t active = 0; // of them, not ended
-    uint64_t refused = 0;
-    uint64_t failed = 0; // that ended in the middle of an operation
-    uint64_t operations = 0;
-    uint64_t segments = 0; // added up
-    uint64_t bytes_received = 0; // contributions
-    uint64_t bytes_sent = 0; // results
+  template <typename Number>
+  struct Numbers {
+    Number jobs{0}; // that have begun
+    Number active{0}; // that have not ended
+    Number refused{0};
+    Number failed{0}; // that ended in the middle of an operation
+    Number operations{0};
+    Number segments{0}; // added up
+    Number bytes_received{0}; // contributions
+    Number bytes_sent{0}; // results
   };
-  Stats stats();
+  using Stats = Numbers<uint64_t>;
+  // Each job adds to these, on its thread.
+  using Counters = Numbers<std::atomic<uint64_t>>;
+  Stats stats() const;
 
  private:
   struct Running {
@@ -63,7 +67,7 @@ class Server {
   std::mutex mutex_;
   std::unique_ptr<TcpEndpoint> door_; // none: it drains
   std::list<Running> jobs_;
-  Stats ended_; // of jobs that have
+  Counters counters_;
   WakeSignal signal_; // that it ends or drains
   std::atomic<bool> ending_{false};
   std::thread thread_;

@@ -12,7 +12,7 @@
 
 #include "base/siphash.hpp"
 
-// What SwitchML's workers and its switch say to each other (Sapio et al. 2021;
+// Packets of SwitchML's workers and its switch (Sapio et al. 2021;
 // p4app-switchML, headers.p4), so that a switch can take an aggregator's place:
 //
 //   type 4 bits (1) | 0 | size class 3 bits | job 8 bits | packet 32 bits,
@@ -93,9 +93,10 @@ struct PacketFormat {
       const Packet& packet,
       const uint32_t* elements,
       std::vector<uint8_t>& into) const;
-  // None: it is no packet of this session and sender. Of the numbers whose last
-  // 8 bits it carries, its operation has the one nearest to `newest`. There are
-  // kSealRoom bytes behind it.
+  // Returns none if it is no packet of this session and sender. The packet
+  // carries the last 8 bits of its operation's number: the number nearest to
+  // `newest` that ends in them is meant. There must be kSealRoom bytes behind
+  // the packet.
   std::optional<Packet> read(
       uint8_t* bytes,
       size_t size,

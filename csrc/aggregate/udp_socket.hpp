@@ -32,12 +32,12 @@ class Datagrams {
   // The size of the system's buffer for received packets, in bytes.
   size_t buffer() const;
 
-  // Copies it; it goes out with flush(), or when there is enough. Where it
-  // cannot go out it is lost, as any datagram may be.
+  // Copies the datagram, which goes out with flush() or when a batch is full.
+  // If the system does not take it, it is lost, as any datagram may be.
   void send(const Address& to, const uint8_t* bytes, size_t size);
   void flush();
-  // What there is, without waiting; each datagram has kSealRoom bytes of room
-  // behind it.
+  // Passes on all datagrams that have come, without waiting. Each has kSealRoom
+  // bytes of room behind it.
   using Take =
       std::function<void(const Address& from, uint8_t* bytes, size_t size)>;
   void receive(const Take& take);

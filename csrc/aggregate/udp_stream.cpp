@@ -26,9 +26,9 @@ uint32_t blocks_of(size_t count, size_t numel) {
 
 } // namespace
 
-// A place of a slot is used again for the packet 2 * slots later, which needs
-// that packet p + slots goes out after the result of packet p. So lanes divide
-// slots, or nothing in the operation is as far apart as that.
+// The packet 2 * slots later uses the same place of a slot again. This is safe
+// only if packet p + slots goes out after the result of packet p. So the window
+// divides the slots, or no two packets of the operation are as far apart.
 
 Payload::Payload(size_t count, size_t numel)
     : count_(count),
@@ -43,7 +43,7 @@ size_t Payload::size(uint32_t block) const {
 Integers::Integers(int32_t* data, size_t count, size_t numel, uint32_t slots)
     : Payload(count, numel),
       data_(data) {
-  lanes_ = std::min(blocks_, slots);
+  window_ = std::min(blocks_, slots);
 }
 
 void Integers::fill(uint32_t packet, int32_t* elements, int32_t& exponent) {
@@ -71,21 +71,21 @@ Floats::Floats(
       data_(data),
       bits_(kernels::block_float_bits(workers)),
       kernels_(kernels) {
-  lanes_ = std::bit_floor(std::min(blocks_, slots));
-  packets_ += lanes_;
-  exponents_.assign(lanes_, kernels::kZeroBlock);
+  window_ = std::bit_floor(std::min(blocks_, slots));
+  packets_ += window_;
+  exponents_.assign(window_, kernels::kZeroBlock);
 }
 
 void Floats::fill(uint32_t packet, int32_t* elements, int32_t& exponent) {
   size_t n = 0;
-  if (packet >= lanes_) {
-    const uint32_t block = packet - lanes_;
+  if (packet >= window_) {
+    const uint32_t block = packet - window_;
     n = size(block);
     kernels_.block_float.quantise(
         data_ + block * numel_,
         n,
         numel_,
-        &exponents_[block % lanes_],
+        &exponents_[block % window_],
         bits_,
         elements);
   }
@@ -98,9 +98,9 @@ void Floats::fill(uint32_t packet, int32_t* elements, int32_t& exponent) {
 }
 
 void Floats::take(uint32_t packet, const int32_t* elements, int32_t exponent) {
-  int32_t& known = exponents_[packet % lanes_];
-  if (packet >= lanes_) {
-    const uint32_t block = packet - lanes_;
+  int32_t& known = exponents_[packet % window_];
+  if (packet >= window_) {
+    const uint32_t block = packet - window_;
     kernels_.block_float.dequantise(
         data_ + block * numel_,
         elements,
@@ -119,7 +119,7 @@ Stream::Stream(const Config& config)
           session_key(config.secret, config.session),
           config.numel,
           config.with_seal},
-      lanes_(config.slots),
+      in_flight_(config.slots),
       elements_(config.numel),
       patience_(config.timeout) {}
 
@@ -136,8 +136,8 @@ void Stream::begin(Payload& payload, Clock::time_point now, const Out& out) {
   missing_ = 0;
   sent_.clear();
   newest_ = {};
-  for (uint32_t lane = 0; lane < payload.lanes(); ++lane) {
-    send_next(lanes_[lane], lane, now, out);
+  for (uint32_t packet = 0; packet < payload.window(); ++packet) {
+    send_next(in_flight_[packet], packet, now, out);
   }
 }
 
@@ -148,17 +148,17 @@ uint16_t Stream::pool_of(uint32_t packet) const {
 }
 
 void Stream::send_next(
-    Lane& lane,
+    InFlight& entry,
     uint32_t packet,
     Clock::time_point now,
     const Out& out) {
-  lane.packet = packet;
-  lane.out = true;
-  lane.again = false;
-  lane.sent = now;
-  sent_.emplace_back(now, static_cast<uint32_t>(&lane - lanes_.data()));
-  lane.patience = asked_for(packet) ? 2 * patience_ : patience_;
-  lane.due = now + lane.patience;
+  entry.packet = packet;
+  entry.out = true;
+  entry.resent = false;
+  entry.sent = now;
+  sent_.emplace_back(now, static_cast<uint32_t>(&entry - in_flight_.data()));
+  entry.patience = asked_for(packet) ? 2 * patience_ : patience_;
+  entry.due = now + entry.patience;
   int32_t exponent = 0;
   payload_->fill(packet, elements_.data(), exponent);
   format_.write(
@@ -168,10 +168,10 @@ void Stream::send_next(
        config_.rank,
        Exponents::of(exponent)},
       reinterpret_cast<const uint32_t*>(elements_.data()),
-      lane.bytes);
-  out(lane.bytes.data(), lane.bytes.size());
+      entry.bytes);
+  out(entry.bytes.data(), entry.bytes.size());
   ++stats_.packets_sent;
-  stats_.bytes_sent += lane.bytes.size();
+  stats_.bytes_sent += entry.bytes.size();
 }
 
 void Stream::take(
@@ -205,10 +205,10 @@ void Stream::take(
     ++stats_.wrong;
     return;
   }
-  Lane& lane = lanes_[result->number % payload_->lanes()];
-  if (!lane.out || lane.packet != result->number) {
+  InFlight& entry = in_flight_[result->number % payload_->window()];
+  if (!entry.out || entry.packet != result->number) {
     // One that was not sent yet has no result.
-    ++(result->number > lane.packet ? stats_.wrong : stats_.repeated);
+    ++(result->number > entry.packet ? stats_.wrong : stats_.repeated);
     return;
   }
   for (size_t i = 0; i < config_.numel; ++i) {
@@ -217,51 +217,51 @@ void Stream::take(
   payload_->take(
       result->number, elements_.data(), result->exponents.exponent());
   ++stats_.packets_received;
-  lane.out = false;
+  entry.out = false;
   --unfinished_;
   missing_ = 0;
   const bool stalled = now - progress_ > 4 * patience_;
-  measure(lane, now);
+  measure(entry, now);
   if (stalled) {
     // Somebody was late, and here is the result: what was lost meanwhile is
     // wanted soon.
-    for (Lane& one : lanes_) {
+    for (InFlight& one : in_flight_) {
       one.patience = std::min(one.patience, patience_);
       one.due = std::min(one.due, now + patience_);
     }
   }
   progress_ = now;
-  const uint32_t next = result->number + payload_->lanes();
+  const uint32_t next = result->number + payload_->window();
   if (next < payload_->packets()) {
-    send_next(lane, next, now, out);
+    send_next(entry, next, now, out);
   }
   send_overtaken(now, out);
 }
 
 // The aggregator answers a packet of this operation.
 void Stream::hear(Control said, Clock::time_point now, const Out& out) {
-  Lane& lane = lanes_[said.packet % payload_->lanes()];
-  const bool same = lane.out && lane.packet == said.packet;
+  InFlight& entry = in_flight_[said.packet % payload_->window()];
+  const bool same = entry.out && entry.packet == said.packet;
   if (said.kind == Kind::kNext) {
     if (same) {
       said.kind = Kind::kResult;
       said.slots = pool_of(said.packet);
       said.prove(config_.secret);
       out(said.data(), sizeof said);
-      lane.again = true;
-    } else if (lane.out && now - lane.sent > least_ / 2) {
-      send_again(lane, now, out); // else it may be on its way
+      entry.resent = true;
+    } else if (entry.out && now - entry.sent > least_ / 2) {
+      send_again(entry, now, out); // else it may be on its way
     }
     return;
   }
   missing_ = said.missing;
   left_ = said.left;
   if (same) {
-    // It is waited for another worker's. So this is not sent again as
-    // overtaken, but when the time is up: the sum may get lost.
-    lane.again = true; // or the network has doubled it
-    lane.sent = now;
-    lane.due = now + lane.patience;
+    // The aggregator waits for another worker's packet. So this one is not sent
+    // again as overtaken, but when its time is up: the sum may get lost.
+    entry.resent = true; // or the network has doubled it
+    entry.sent = now;
+    entry.due = now + entry.patience;
   }
 }
 
@@ -269,51 +269,54 @@ void Stream::hear(Control said, Clock::time_point now, const Out& out) {
 // by what other workers send.
 bool Stream::asked_for(uint32_t packet) const {
   return config_.with_seal && config_.workers > 1 &&
-      packet >= payload_->lanes() &&
-      packet < payload_->packets() - payload_->lanes();
+      packet >= payload_->window() &&
+      packet < payload_->packets() - payload_->window();
 }
 
 // Any other packet is taken for lost when one that was sent a while later has
-// its result (as RFC 8985 does for TCP). That needs no guess of how long it
-// takes.
+// its result (as RFC 8985 does for TCP). So nobody has to guess how long a
+// packet takes.
 void Stream::send_overtaken(Clock::time_point now, const Out& out) {
   while (!sent_.empty()) {
     const auto [when, index] = sent_.front();
-    Lane& lane = lanes_[index];
-    if (lane.out && lane.sent == when && !asked_for(lane.packet)) {
+    InFlight& entry = in_flight_[index];
+    if (entry.out && entry.sent == when && !asked_for(entry.packet)) {
       if (when + mean_ / 4 >= newest_) {
         return;
       }
-      send_again(lane, now, out);
+      send_again(entry, now, out);
     }
     sent_.pop_front();
   }
 }
 
-void Stream::send_again(Lane& lane, Clock::time_point now, const Out& out) {
-  lane.again = true;
-  lane.sent = now;
-  lane.due = now + lane.patience;
-  sent_.emplace_back(now, static_cast<uint32_t>(&lane - lanes_.data()));
-  out(lane.bytes.data(), lane.bytes.size());
+void Stream::send_again(
+    InFlight& entry,
+    Clock::time_point now,
+    const Out& out) {
+  entry.resent = true;
+  entry.sent = now;
+  entry.due = now + entry.patience;
+  sent_.emplace_back(now, static_cast<uint32_t>(&entry - in_flight_.data()));
+  out(entry.bytes.data(), entry.bytes.size());
   ++stats_.packets_sent;
   ++stats_.retransmissions;
-  stats_.bytes_sent += lane.bytes.size();
+  stats_.bytes_sent += entry.bytes.size();
 }
 
 // As TCP does (RFC 6298), but bounded by the mean: what waits for another
 // worker's packet takes long, too.
-void Stream::measure(const Lane& lane, Clock::time_point now) {
-  const auto trip = std::chrono::ceil<Micros>(now - lane.sent);
-  if (lane.again) { // the result may be that of an earlier sending
-    if (now - measured_ > 4 * lane.patience) {
+void Stream::measure(const InFlight& entry, Clock::time_point now) {
+  const auto trip = std::chrono::ceil<Micros>(now - entry.sent);
+  if (entry.resent) { // the result may be that of an earlier sending
+    if (now - measured_ > 4 * entry.patience) {
       // Nothing is measured, as it takes longer than that.
-      patience_ = std::max(patience_, lane.patience);
+      patience_ = std::max(patience_, entry.patience);
     }
     return;
   }
   measured_ = now;
-  newest_ = std::max(newest_, lane.sent);
+  newest_ = std::max(newest_, entry.sent);
   least_ = std::min(trip, least_ + least_ / 64 + Micros(1));
   if (mean_ == Micros(0)) {
     least_ = mean_ = trip;
@@ -333,20 +336,20 @@ void Stream::tick(Clock::time_point now, const Out& out) {
   if (done()) {
     return;
   }
-  for (Lane& lane : lanes_) {
-    if (!lane.out || lane.due > now) {
+  for (InFlight& entry : in_flight_) {
+    if (!entry.out || entry.due > now) {
       continue;
     }
-    lane.patience = std::min(2 * lane.patience, kMostPatience);
-    send_again(lane, now, out);
+    entry.patience = std::min(2 * entry.patience, kMostPatience);
+    send_again(entry, now, out);
   }
 }
 
 Clock::time_point Stream::next_due() const {
   Clock::time_point due = Clock::time_point::max();
-  for (const Lane& lane : lanes_) {
-    if (!done() && lane.out) {
-      due = std::min(due, lane.due);
+  for (const InFlight& entry : in_flight_) {
+    if (!done() && entry.out) {
+      due = std::min(due, entry.due);
     }
   }
   return due;

@@ -12,16 +12,16 @@
 
 namespace fusedpg::aggregate::udp {
 
-// What an operation's packets carry, and what becomes of their sums. Packet
-// p + lanes() is filled when packet p's sum has been taken.
+// Fills an operation's packets and takes their sums. Packet p + window() is
+// filled when packet p's sum has been taken.
 class Payload {
  public:
   virtual ~Payload() = default;
   uint32_t packets() const {
     return packets_;
   }
-  uint32_t lanes() const {
-    return lanes_;
+  uint32_t window() const {
+    return window_;
   }
   virtual void fill(uint32_t packet, int32_t* elements, int32_t& exponent) = 0;
   virtual void take(
@@ -37,7 +37,7 @@ class Payload {
   const size_t numel_; // of a block
   const uint32_t blocks_;
   uint32_t packets_;
-  uint32_t lanes_ = 0;
+  uint32_t window_ = 0;
 };
 
 // int32 as they are; a sum beyond them is modulo 2^32. In place.
@@ -54,7 +54,7 @@ class Integers : public Payload {
 
 // Blocks of `numel` floats as integers that share an exponent, which all
 // workers' have in common: packet p carries the exponent of block p, and the
-// integers of block p - lanes, of whose exponent the largest is known by then.
+// integers of block p - window(), whose largest exponent is known by then.
 // In place.
 class Floats : public Payload {
  public:
@@ -73,7 +73,7 @@ class Floats : public Payload {
   float* const data_;
   const int bits_;
   const kernels::Table& kernels_;
-  std::vector<int32_t> exponents_; // the largest, by lane
+  std::vector<int32_t> exponents_; // the largest, by packet % window()
 };
 
 // One worker's packets at one aggregator, operation by operation. No socket, no
@@ -130,10 +130,10 @@ class Stream {
   }
 
  private:
-  struct Lane {
+  struct InFlight {
     uint32_t packet = 0;
     bool out = false;
-    bool again = false; // it was sent more than once
+    bool resent = false;
     // Last, or when the aggregator said that it has it, but not all others'.
     Clock::time_point sent;
     Clock::time_point due;
@@ -141,16 +141,16 @@ class Stream {
     std::vector<uint8_t> bytes;
   };
   void send_next(
-      Lane& lane,
+      InFlight& entry,
       uint32_t packet,
       Clock::time_point now,
       const Out& out);
   void hear(Control said, Clock::time_point now, const Out& out);
-  void send_again(Lane& lane, Clock::time_point now, const Out& out);
+  void send_again(InFlight& entry, Clock::time_point now, const Out& out);
   // Whether the aggregator asks for it where it is missing.
   bool asked_for(uint32_t packet) const;
   void send_overtaken(Clock::time_point now, const Out& out);
-  void measure(const Lane& lane, Clock::time_point now);
+  void measure(const InFlight& entry, Clock::time_point now);
   uint16_t pool_of(uint32_t packet) const;
 
   const Config config_;
@@ -160,10 +160,11 @@ class Stream {
   uint64_t position_ = 0; // of the operation's first packet, of all
   uint64_t behind_ = 0; // the packets of all operations
   uint32_t unfinished_ = 0; // packets
-  std::vector<Lane> lanes_;
-  // When lanes sent, in that order; maybe they have done so again, or are done.
+  std::vector<InFlight> in_flight_;
+  // When entries of in_flight_ were sent, in that order. An entry may have been
+  // sent again since, or have its result.
   std::deque<std::pair<Clock::time_point, uint32_t>> sent_;
-  Clock::time_point newest_; // of those with a result, when it was sent
+  Clock::time_point newest_; // when the latest packet with a result was sent
   std::vector<int32_t> elements_;
   std::chrono::microseconds patience_;
   std::chrono::microseconds mean_{0};

@@ -57,7 +57,7 @@ void Sums::take(
   }
 }
 
-// To whom it comes from.
+// Answers the sender of the datagram that has just come.
 void Sums::say(const Visit& visit, Control said) const {
   said.prove(secret_);
   visit.send(visit.from, said.data(), sizeof said);
@@ -75,7 +75,7 @@ Key128 Sums::cookie(const Address& from, const Control& said) const {
   std::memcpy(text.data(), &from, sizeof from);
   std::memcpy(text.data() + sizeof from, said.session.data(), 16);
   text[sizeof from + 16] = said.rank;
-  return siphash(baker_, text.data(), text.size());
+  return siphash(cookie_key_, text.data(), text.size());
 }
 
 void Sums::control(const Visit& visit, const Control& said) {
@@ -106,7 +106,8 @@ void Sums::control(const Visit& visit, const Control& said) {
   const bool inside = session != nullptr && member != members_.end() &&
       member->second.session == session && member->second.rank == said.rank;
   if (!inside && !same_secret(said.cookie, cookie(visit.from, said))) {
-    // Whoever repeats what somebody said once does not get this.
+    // The cookie goes to the address of the question alone: a replayed datagram
+    // does not lead to it.
     answer.kind = Kind::kChallenge;
     answer.cookie = cookie(visit.from, said);
   } else {

@@ -14,7 +14,7 @@
 
 namespace fusedpg::aggregate::udp {
 
-// What a switch does with workers' packets, and a session's beginning and end.
+// Does with workers' packets what a switch does, and begins and ends sessions.
 // No sockets, no threads: datagrams and the time come in, datagrams go out.
 //
 // A slot has two places, which a worker uses in turn. It sends a slot's next
@@ -135,7 +135,7 @@ class Sums {
   void ask_for_overtaken(const Visit& visit, Session& session, uint8_t rank);
 
   const Key128 secret_;
-  const Key128 baker_ = random_key(); // of cookies
+  const Key128 cookie_key_ = random_key();
   const std::function<uint32_t(uint32_t)> most_slots_;
   const size_t most_sessions_;
   bool drains_ = false;

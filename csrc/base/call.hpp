@@ -10,7 +10,7 @@
 #include "base/program_call.hpp"
 #include "kernels/formulas/hyper.hpp"
 
-// What an operation is, as data: every engine takes it in this form.
+// An operation as data: every engine takes it in this form.
 namespace fusedpg {
 
 using StepHyper = kernels::Hyper;
@@ -18,8 +18,8 @@ using StepHyper = kernels::Hyper;
 // How the ranks' gradients are combined.
 struct GradReduction {
   bool mean = true; // divide the sum by the world size
-  // Of this rank's gradients: gradient = sum of (weight * gradient) divided by
-  // the sum of the weights. On all ranks or on none; needs `mean`.
+  // Weight of this rank's gradients: gradient = sum of (weight * gradient)
+  // divided by the sum of the weights. On all ranks or on none; needs `mean`.
   std::optional<double> weight;
 };
 
@@ -138,7 +138,7 @@ struct Call {
       fused{};
 };
 
-// What all ranks must say of a call. `on_device`: counters and the scale are
+// Facts that all ranks must agree on. `on_device`: counters and the scale are
 // in the memory of a device, and not looked at.
 OpDescriptor facts(const Call& call);
 OpDescriptor facts(const ShardsCall& call);

@@ -11,8 +11,9 @@ namespace fusedpg {
 
 constexpr uint64_t kNotInArena = ~uint64_t(0);
 
-// What a rank says about an operation when it enters it. Two cache lines in
-// shared memory; peers compare everything above `flags` with their own.
+// A rank's facts about an operation, which it publishes when it enters it. Two
+// cache lines in shared memory; peers compare everything above `flags` with
+// their own.
 struct alignas(64) OpDescriptor {
   uint64_t sequence = 0;
   OpCode op = OpCode::kNone;
@@ -65,8 +66,8 @@ std::string describe(const OpDescriptor& d);
 // "dtype float32 here, float64 there"; empty when they agree.
 std::string difference(const OpDescriptor& here, const OpDescriptor& there);
 
-// Of what difference() looks at, but for the sequence number and the place in a
-// list.
+// Hash of the fields that difference() compares, without the sequence number
+// and the place in a list.
 uint64_t hash_of(const OpDescriptor& d);
 
 // Throw what every rank throws where two disagree, and where the NaN check has

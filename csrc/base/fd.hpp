@@ -18,7 +18,8 @@ class NoFork {
 class Fd {
  public:
   Fd() = default;
-  // What `open` returns, a system call such as socket() that does not block.
+  // Owns the descriptor that `open` returns: a system call such as socket()
+  // that does not block.
   template <typename Open>
   static Fd opened(const Open& open) {
     const NoFork hold;

@@ -5,7 +5,7 @@
 
 namespace fusedpg {
 
-// Which ranks of a group share a machine.
+// Tells which ranks of a group share a machine.
 class HostMap {
  public:
   // The ranks of every host, ascending.
@@ -46,8 +46,8 @@ class HostMap {
   bool shared() const {
     return hosts_.size() < places_.size();
   }
-  // Who on a host works for a rank: itself on its own, the same local rank on
-  // others, so that work and links are shared out evenly.
+  // The rank of a host that works for `rank`: itself on its own host, the same
+  // local rank on others, so that work and links are shared out evenly.
   int proxy(int rank, int host) const {
     const auto& ranks = hosts_[host];
     return host == places_[rank].host

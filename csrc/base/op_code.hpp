@@ -27,7 +27,7 @@ enum class OpCode : uint8_t {
 };
 constexpr int kOpCodes = static_cast<int>(OpCode::kFusedProgram) + 1;
 
-// Where the data of an operation on GPUs go: through NCCL's collectives, its
+// The way of the data of an operation on GPUs: through NCCL's collectives, its
 // patched ring, or the arenas.
 enum class GpuPath : uint8_t { kNone, kStock, kRing, kDirect };
 const char* gpu_path_name(GpuPath path);

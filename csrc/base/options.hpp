@@ -9,8 +9,9 @@
 
 namespace fusedpg {
 
-// What a user can set for one group. An unset field takes the environment's
-// value, and that failing the default. docs/reference/env.md describes each.
+// Options that a user can set for one group. An unset field takes the
+// environment's value, and that failing the default. docs/reference/env.md
+// describes each.
 struct Options {
   // Address space reserved for the group's arena on this rank, in bytes; memory
   // is committed as it is used. FUSEDPG_ARENA_BYTES.
@@ -66,7 +67,7 @@ enum class NcclChoice { kAuto, kPatched, kStock };
 enum class Aggregate { kAuto, kOn };
 const char* aggregate_name(Aggregate mode);
 
-// Of links, in bytes a second.
+// Rates of links, in bytes a second.
 struct LinkRates {
   double rank;
   double aggregator;
@@ -135,7 +136,8 @@ struct AggregatorSettings {
 };
 AggregatorSettings aggregator_settings();
 
-// Of compiling fused functions, from the environment when it is called.
+// Settings for compiling fused functions, read from the environment at each
+// call.
 struct FusionSettings {
   bool compiles = true;
   std::string cache_dir; // empty: there is none

@@ -44,13 +44,13 @@ struct ProgramCall {
   RedOp op = RedOp::kSum; // kSum, kMin or kMax
   const void* source = nullptr; // this rank's contribution
   size_t count = 0;
-  // What the function takes for the index of the first element: these may be
-  // some rows of a larger tensor.
+  // The function takes this for the index of the first element: the tensor may
+  // be some rows of a larger one.
   uint64_t first = 0;
-  // Whose elements are whose. 0: a rank's are its shard_range. Else the tensor
-  // is so many runs of equal blocks, one block for each rank in every run. A
-  // block may be the first elements of a longer one in the larger tensor:
-  // `spacing` is from one's first element to the next one's there.
+  // The way in which elements belong to ranks. 0: each has its shard_range.
+  // Else the tensor is so many runs of equal blocks, one block for each rank in
+  // every run. A block may be the first elements of a longer one in the larger
+  // tensor: `spacing` is from one's first element to the next one's there.
   size_t runs = 0;
   uint64_t spacing = 0;
   // The function gets whole rows of so many elements, and memory of so many
@@ -73,11 +73,11 @@ struct ProgramCall {
   float* missing = nullptr;
 };
 
-// What all ranks must say of a call.
+// Facts that all ranks must agree on.
 OpDescriptor facts(const ProgramCall& call);
 
-// What is wrong with an operand that the function would read beyond its end, or
-// as something else; empty if nothing is.
+// Describes an operand that the function would read beyond its end, or as
+// something else; empty if there is none.
 std::string misfit(const ProgramCall& call);
 
 // The bytes of an input or output up to an element; `first`: of the own slice.

@@ -26,7 +26,7 @@ enum class DataPath : uint8_t {
 constexpr size_t kDataPaths = 8;
 const char* path_name(DataPath path);
 
-// What calls of one operation have cost this rank.
+// The cost of one operation's calls for this rank.
 struct OpStats {
   // Between this rank and its peers, through whatever memory or wire:
   // contributions one way, results the other way, and what says which blocks
@@ -34,8 +34,8 @@ struct OpStats {
   uint64_t bytes_sent = 0;
   uint64_t bytes_received = 0;
   uint64_t messages_sent = 0; // 0 inside a machine
-  // Of calls that looked for zero blocks: the blocks of the tensors, those of
-  // them that this rank contributed, and those that any rank did.
+  // Counted by calls that looked for zero blocks: the blocks of the tensors,
+  // those of them that this rank contributed, and those that any rank did.
   uint64_t blocks = 0;
   uint64_t blocks_present = 0;
   uint64_t blocks_union = 0;

@@ -104,11 +104,11 @@ ProcessGroupFused::ProcessGroupFused(
       if (known_.links->know(known_.ranks, group_->settings.host_id)) {
         try {
           return meet(true);
-        } catch (const MeetElsewhere&) {
+        } catch (const MeetByStore&) {
           // as all the others do now
         }
       } else {
-        known_.links->part(options_->group_name, known_.ranks, deadline);
+        known_.links->decline(options_->group_name, known_.ranks, deadline);
       }
     }
     meet(false);

@@ -113,7 +113,7 @@ bool WorkFused::await(std::chrono::milliseconds timeout) {
     if (timeout == kNoTimeout) {
       translate([&] { executor_->finish(sequence_); });
     } else {
-      executor_->hurry();
+      executor_->wake_now();
     }
   }
   if (const auto box = messages_.lock(); box && !Work::isCompleted()) {
@@ -185,9 +185,9 @@ c10::intrusive_ptr<c10::ivalue::Future> WorkFused::getFuture() {
   }
   // A thread that waits for a future cannot help. (This may complete it here.)
   if (executor_) {
-    executor_->hurry();
+    executor_->wake_now();
   } else if (const auto messages = messages_.lock()) {
-    messages->hurry();
+    messages->move_promptly();
   }
   return future_;
 }

@@ -7,8 +7,8 @@
 
 #include "kernels/compress.hpp"
 
-// What one parameter's message is made of, and what comes of several ranks'
-// messages. Whoever calls has the memory, and has checked sizes.
+// Writes the message of one parameter, and reads several ranks' messages.
+// Callers have the memory, and have checked sizes.
 namespace fusedpg::compress {
 
 // v once a kernel has written it to the residual.

@@ -40,8 +40,8 @@ void write(const CompressTable& table, const Compensation& v, size_t count) {
 
 // The k-th largest (k >= 1).
 uint32_t kth(std::vector<uint32_t>& bits, size_t k) {
-  // Of many: among those of one of 4096 classes, as most of them are known to
-  // be smaller or larger after a look at each.
+  // For large inputs, first narrow to one of 4096 classes: after one look at
+  // each element most are known to be smaller or larger.
   constexpr size_t kMany = 1 << 14;
   constexpr int kClasses = 12;
   if (bits.size() >= kMany) {
@@ -117,7 +117,8 @@ uint32_t exact_kth(const Compensation& v, size_t count, size_t k) {
   return bin << kLow | rest;
 }
 
-// What is above `threshold`, and of what equals it the first up to k in all.
+// Takes the elements above `threshold`, and of those that equal it the first,
+// up to k in all.
 void at_least(
     const Compensation& v,
     size_t count,
@@ -144,9 +145,9 @@ void at_least(
   }
 }
 
-// What is above `bound`, as long as it is not more than `limit`: false where it
-// is more. The residual becomes v, without what was found: set to 0 part by
-// part, while it is in the cache.
+// Takes the elements above `bound`; false if they are more than `limit`. The
+// residual becomes v without them: set to 0 part by part, while it is in the
+// cache.
 bool take_above(
     const CompressTable& table,
     const Compensation& v,

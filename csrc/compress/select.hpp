@@ -6,7 +6,7 @@
 
 #include "kernels/compress.hpp"
 
-// Which elements of a gradient are sent.
+// Selects the elements of a gradient that are sent.
 namespace fusedpg::compress {
 
 struct Selected {

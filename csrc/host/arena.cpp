@@ -210,7 +210,8 @@ bool Arena::replace_window(size_t offset, size_t end) {
   bool live = false;
   bool done = false;
   {
-    // What is free must not be handed out and written to before it is replaced.
+    // Under the lock nobody allocates a free block, and writes to it, before it
+    // is replaced.
     std::lock_guard<std::mutex> lock(mutex_);
     auto it = live_.lower_bound(end);
     live = it != live_.begin() && (--it)->first + it->second > offset;

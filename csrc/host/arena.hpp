@@ -50,8 +50,8 @@ class Arena : public std::enable_shared_from_this<Arena> {
     return file_.get();
   }
 
-  // What becomes of a block's memory when it is freed: it is kept for the next
-  // allocation, or given back to the system, for blocks that live long.
+  // Memory of a freed block is kept for the next allocation, or, if the block
+  // was one of those that live long, returned to the system.
   enum class Freed { kKept, kReturned };
 
   // 128-byte aligned; committed, so that writing to it cannot fail.
@@ -59,8 +59,8 @@ class Arena : public std::enable_shared_from_this<Arena> {
   void* allocate(size_t bytes);
   void deallocate(void* p, Freed freed = Freed::kKept);
 
-  // Where in the arena [p, p + bytes) lies, if in one live heap block and if
-  // peers still see it.
+  // Offset of [p, p + bytes) in the arena; none unless it lies in one live heap
+  // block that peers still see.
   std::optional<size_t> locate(const void* p, size_t bytes) const;
 
   // Pages of the arena, first and end.

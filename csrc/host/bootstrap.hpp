@@ -21,8 +21,8 @@ class Bootstrap {
   Bootstrap(int rank, int world_size, const Settings& settings);
 
   // Publishes this rank and reads the others (host/meeting.hpp). The store must
-  // live until exchange_memory ends. Where settings differ that all ranks must
-  // have the same, it throws on all of them.
+  // live until exchange_memory ends. Throws on all ranks if settings differ
+  // that must be the same on all.
   void meet(Rendezvous& store, const Deadline& deadline);
   // In place of that, for ranks of this host that know each other: `ranks` of
   // the links, by rank. They meet when they exchange their memory.
@@ -41,7 +41,7 @@ class Bootstrap {
   }
   // The ranks of every host, ascending; hosts in the order of their first rank.
   std::vector<std::vector<int>> hosts() const;
-  // Those of this rank's host, this one included.
+  // Ranks of this rank's host, itself included.
   std::vector<int> host_ranks() const;
   bool single_host() const {
     return host_ranks().size() == peers_.size();

@@ -25,7 +25,7 @@ std::string ranks_text(const Domain& domain, const std::vector<int>& ranks) {
   std::ostringstream out;
   out << (ranks.size() == 1 ? "rank " : "ranks ");
   for (size_t i = 0; i < ranks.size(); ++i) {
-    out << (i ? ", " : "") << domain.name(ranks[i]);
+    out << (i ? ", " : "") << domain.group_rank(ranks[i]);
   }
   return out.str();
 }
@@ -54,7 +54,7 @@ class Waiting {
   Clock::time_point look() {
     const auto now = Clock::now();
     for (const int p : late_) {
-      waits_->add(domain_.name(p), now - since_);
+      waits_->add(domain_.group_rank(p), now - since_);
     }
     since_ = now;
     late_.erase(
@@ -183,11 +183,12 @@ Domain::Domain(
     const Settings& settings,
     const Deadline& deadline,
     size_t stage_bytes)
-    : names_(bootstrap.host_ranks()),
+    : group_ranks_(bootstrap.host_ranks()),
       rank_(
           static_cast<int>(
-              std::find(names_.begin(), names_.end(), rank) - names_.begin())),
-      size_(static_cast<int>(names_.size())),
+              std::find(group_ranks_.begin(), group_ranks_.end(), rank) -
+              group_ranks_.begin())),
+      size_(static_cast<int>(group_ranks_.size())),
       layout_(layout(size_, stage_bytes)),
       arena_(create_arena(
           bootstrap,
@@ -235,7 +236,7 @@ void Domain::map_peers() {
       fail(
           ErrorKind::kSystem,
           "fused: the arena of rank {} is too small",
-          name(p));
+          group_rank(p));
     }
     bytes = std::min(bytes, static_cast<size_t>(found));
   }
@@ -389,7 +390,7 @@ void Domain::wait(
           "fused: {}, failed on rank {}: timeout after {} ms waiting for {}, "
           "which did not reach it",
           what(),
-          names_[rank_],
+          group_ranks_[rank_],
           deadline.timeout().count(),
           ranks_text(*this, late));
     }
@@ -407,8 +408,8 @@ void Domain::fail_ended(const std::string& op, int rank) {
       ErrorKind::kPeerDead,
       "fused: {}, failed on rank {}: the process of rank {} (pid {}) ended{}{}",
       op,
-      name(rank_),
-      name(rank),
+      group_rank(rank_),
+      group_rank(rank),
       peers_[rank].pid,
       said ? ": " : "",
       said ? control(rank).reason : "");
@@ -431,7 +432,7 @@ void Domain::check_peers(
         "fused: {}, {} on rank {}",
         op,
         abort_how_,
-        name(rank_));
+        group_rank(rank_));
   }
   for (int p = 0; p < size_; ++p) {
     // Asked once more after: its part may have come just before its end.
@@ -454,16 +455,16 @@ void Domain::check_peers(
           "fused: {}, failed on rank {}: rank {} has left the group "
           "(destroy_process_group or shutdown)",
           op,
-          name(rank_),
-          name(p));
+          group_rank(rank_),
+          group_rank(p));
     }
     if (state == RankState::kFailed) {
       fail(
           ErrorKind::kPeerFailed,
           "fused: {}, failed on rank {}: rank {} reported: {}",
           op,
-          name(rank_),
-          name(p),
+          group_rank(rank_),
+          group_rank(p),
           control(p).reason);
     }
   }
@@ -488,8 +489,8 @@ void Domain::mark_failed(const Error& error) {
         static_cast<uint32_t>(RankState::kFailed), std::memory_order_release);
     ring_all();
   }
-  // Whoever learns of the failure goes on with its tensors at once, so nobody
-  // returns while a peer could still change them.
+  // A caller that learns of the failure goes on with its tensors at once, so no
+  // call returns while a peer could still change them.
   detach();
 }
 

@@ -98,9 +98,9 @@ struct RankControl {
 };
 
 // The ranks of a group that share one machine: everybody's arena mapped, a
-// barrier, and the news of who has failed. Where a group spans machines they are
-// some of its ranks: numbered by their place among them here, and called by
-// their ranks in the group, name(), in errors.
+// barrier, and the news of who has failed. If a group spans machines they are
+// some of its ranks. Here they are numbered from 0 on; errors name their ranks
+// in the group, group_rank().
 //
 // Double buffering: whatever a rank writes for its peers before barrier n goes
 // to half n % 2 of a pair, is read between the barriers n and n + 1, and is
@@ -130,8 +130,8 @@ class Domain {
     return size_;
   }
   // A rank's number in the group.
-  int name(int rank) const {
-    return names_[rank];
+  int group_rank(int rank) const {
+    return group_ranks_[rank];
   }
   size_t stage_bytes() const {
     return layout_.stage_bytes;
@@ -181,23 +181,24 @@ class Domain {
     return bases_[rank] + offset;
   }
 
-  // Where in the arenas of the group a range lies, whoever's it is.
+  // Finds the arena of the group in which a range lies: this rank's or a
+  // peer's.
   struct Place {
     int rank;
     uint64_t offset; // for address()
   };
   std::optional<Place> locate_any(const void* p, size_t bytes) const;
-  // What keeps a rank's arena mapped here for longer than the group lives.
+  // Keeps a rank's arena mapped here, also after the group's end.
   std::shared_ptr<const void> mapping(int rank) const;
 
-  // What the thread that executes has to do now and then while it waits here
-  // for others of this host, which may wait for it elsewhere. It returns whether
-  // there may be more to do.
+  // The executing thread calls `idle` now and then while it waits here for
+  // others of this host, which may wait for it elsewhere. `idle` returns
+  // whether there may be more to do.
   void set_idle(std::function<bool()> idle) {
     idle_ = std::move(idle);
   }
 
-  // Counts from now on whom waits are for, by name(). It lives as long.
+  // Counts from now on whom waits are for, by group_rank(). It lives as long.
   void set_waits(Waits* waits) {
     waits_ = waits;
   }
@@ -290,7 +291,7 @@ class Domain {
   static size_t heap_that_fits(const Layout& layout, size_t heap, int size);
   // After a barrier. A rank that fails takes its arena away, and may do so
   // between arriving and passing: then what was read from it until now is
-  // worthless. What it does after it has passed does not matter here.
+  // worthless. Its fate after it has passed does not matter here.
   void check_arrived(const OpDescriptor& op);
   bool process_ended(int rank) const;
   [[noreturn]] void fail_ended(const std::string& op, int rank);
@@ -300,7 +301,7 @@ class Domain {
   bool release_peers();
   void own_shared(const std::function<bool()>& alone);
 
-  const std::vector<int> names_;
+  const std::vector<int> group_ranks_;
   const int rank_;
   const int size_;
   const Layout layout_;

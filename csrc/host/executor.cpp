@@ -53,7 +53,7 @@ uint64_t Executor::submit(Operation operation) {
   }
   const uint64_t ticket = ++tickets_;
   queue_.push_back(item(std::move(operation), ticket));
-  // Unless it takes a nap, after which it looks by itself.
+  // Unless it sleeps for a moment, after which it looks by itself.
   if (asleep_ || patience_ == Clock::duration::zero()) {
     wake();
   }
@@ -112,7 +112,7 @@ void Executor::finish(uint64_t ticket) {
   watch(lock, [&] { return finished_tickets_ >= ticket; });
 }
 
-void Executor::hurry() {
+void Executor::wake_now() {
   std::lock_guard<std::mutex> lock(mutex_);
   urgent_ = positions_;
   if (!queue_.empty()) {
@@ -121,7 +121,7 @@ void Executor::hurry() {
 }
 
 bool Executor::drain(std::chrono::milliseconds timeout) {
-  hurry();
+  wake_now();
   Lock lock(mutex_);
   ++watchers_;
   const bool done = changed_.wait_for(lock, timeout, [&] { return idle(); });

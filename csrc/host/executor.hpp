@@ -15,8 +15,8 @@
 
 namespace fusedpg {
 
-// Runs the operations of one group one after another in the order in which
-// they took their tickets, whoever called. Who runs them:
+// Runs the operations of one group one after another in the order in which they
+// took their tickets, whoever called. They run on these threads:
 //
 // - a synchronous call runs its own on the calling thread, after what is
 // queued;
@@ -70,8 +70,8 @@ class Executor {
   // cannot run them, throws Error(kInvalid).
   void finish(uint64_t ticket);
 
-  // Has the progress thread begin now: somebody waits who cannot help.
-  void hurry();
+  // Has the progress thread begin now, for a thread that waits and cannot help.
+  void wake_now();
 
   // Waits until nothing is queued or running, at most so long. Returns whether
   // that is so.
@@ -137,7 +137,8 @@ class Executor {
   Clock::duration patience_;
   bool asleep_ = false; // the progress thread, until it is woken
   bool busy_ = false;
-  std::atomic<std::thread::id> runner_{}; // who executes an operation
+  std::atomic<std::thread::id>
+      runner_{}; // the thread that executes an operation
   bool stop_ = false;
 };
 

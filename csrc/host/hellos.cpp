@@ -82,7 +82,7 @@ Hellos::Hellos(
     int listener,
     int memory_fd,
     Meeting& meeting)
-    : names_(ranks),
+    : group_ranks_(ranks),
       rank_(
           static_cast<int>(
               std::find(ranks.begin(), ranks.end(), rank) - ranks.begin())),
@@ -99,7 +99,7 @@ std::vector<Peer> Hellos::exchange(const Deadline& deadline) {
   while (true) {
     accept_all();
     hear_all();
-    // Whoever hung up has said what it had to say before: now it is heard.
+    // A peer that hung up has said before why: read that now.
     for (int p = 0; p < size_; ++p) {
       Call& c = calls_[p];
       if (c.hung_up && !heard(p)) {
@@ -117,7 +117,7 @@ std::vector<Peer> Hellos::exchange(const Deadline& deadline) {
       for (int p = 0; p < size_; ++p) {
         if (!heard(p) || (p != rank_ && !calls_[p].said)) {
           silent.push_back(
-              formatted("rank {} (pid {})", names_[p], infos_[p].pid));
+              formatted("rank {} (pid {})", group_ranks_[p], infos_[p].pid));
         }
       }
       fail(
@@ -125,7 +125,7 @@ std::vector<Peer> Hellos::exchange(const Deadline& deadline) {
           "fused: creating the group timed out after {} ms on rank {}: nothing "
           "was heard on this host from {}",
           deadline.timeout().count(),
-          names_[rank_],
+          group_ranks_[rank_],
           some_of(silent));
     }
     wait();
@@ -152,12 +152,13 @@ bool Hellos::done() const {
 }
 
 void Hellos::fail_dead(int peer, const std::string& what) {
-  const std::string reason = meeting_.reason_of(names_[peer], infos_[peer]);
+  const std::string reason =
+      meeting_.reason_of(group_ranks_[peer], infos_[peer]);
   if (!reason.empty()) {
     fail(
         ErrorKind::kPeerFailed,
         "fused: rank {} failed while the group was being created: {}",
-        names_[peer],
+        group_ranks_[peer],
         reason);
   }
   fail(
@@ -165,7 +166,7 @@ void Hellos::fail_dead(int peer, const std::string& what) {
       "fused: rank {} (pid {}) failed or ended while the group was being "
       "created: {}. If the ranks run in separate containers, give each its own "
       "FUSEDPG_HOST_ID",
-      names_[peer],
+      group_ranks_[peer],
       infos_[peer].pid,
       what);
 }
@@ -179,7 +180,7 @@ void Hellos::call(int peer) {
     fail(
         ErrorKind::kSystem,
         "fused: malformed address of rank {}",
-        names_[peer]);
+        group_ranks_[peer]);
   }
   std::memcpy(address.sun_path, name.data(), name.size());
   const auto length =
@@ -210,7 +211,7 @@ void Hellos::call(int peer) {
         ErrorKind::kSystem,
         "fused: rank {} runs as another user; ranks on one host must share a "
         "user",
-        names_[peer]);
+        group_ranks_[peer]);
   }
   Hello hello{kProtocol, rank_, {}};
   std::memcpy(hello.token, infos_[peer].token.data(), kTokenBytes);
@@ -337,7 +338,7 @@ bool Hellos::hear(Caller& caller) {
     const Fd probe = Fd::opened([&] { return dup(caller.socket.get()); });
     if (!probe) {
       fail_errno(formatted(
-          "fused: receiving the arena of rank {}", names_[hello.rank]));
+          "fused: receiving the arena of rank {}", group_ranks_[hello.rank]));
     }
   }
   if (caller.files.size() != 1) {

@@ -75,7 +75,7 @@ class Hellos {
   }
   bool done() const;
 
-  const std::vector<int>& names_; // ranks of the group
+  const std::vector<int>& group_ranks_;
   const int rank_; // this one's place
   const int size_;
   const std::vector<PeerInfo>& infos_;

@@ -161,7 +161,7 @@ class Spent {
 
 PerProcess<Spent> spent;
 
-// What is there now.
+// Returns the present value of the key, if it has one.
 std::optional<std::string> find(Rendezvous& store, const std::string& key) {
   auto found = store.get_all({key}, std::chrono::milliseconds(0));
   return found ? std::optional(std::move(found->front())) : std::nullopt;
@@ -170,7 +170,7 @@ std::optional<std::string> find(Rendezvous& store, const std::string& key) {
 } // namespace
 
 void fail_for(int rank, const std::string& reason) {
-  // Where time was over for one a moment before the others, it says it for all.
+  // If one rank times out a moment before the others, its text serves them all.
   const size_t late = reason.rfind(kCreating);
   if (late != std::string::npos) {
     throw Error(ErrorKind::kTimeout, reason.substr(late));
@@ -342,7 +342,7 @@ std::vector<PeerInfo> Meeting::lead(const Deadline& deadline) {
 
   std::vector<PeerInfo> roll;
   std::vector<std::optional<Entry>> entries(size_);
-  // What was there when this rank came, with or without a reason.
+  // Entries that were there when this rank came, with or without a reason.
   std::vector<std::string> found(size_);
   std::vector<bool> looked(size_);
   const auto agrees = [&](int p) {
@@ -382,8 +382,8 @@ std::vector<PeerInfo> Meeting::lead(const Deadline& deadline) {
     return true;
   };
 
-  // All of them at once, where all are there. Of a large group not each is
-  // asked for as often.
+  // One question for all entries while all are there. A rank of a large group
+  // is asked for less often.
   auto each = Clock::now();
   const auto look_at = [&](const std::vector<int>& ranks) {
     std::vector<std::string> keys;
@@ -426,7 +426,7 @@ std::vector<PeerInfo> Meeting::lead(const Deadline& deadline) {
     if (all(acknowledged)) {
       left.resize(size_ - 1);
       std::iota(left.begin(), left.end(), 1);
-      look_at(left); // who answered first may have been replaced since
+      look_at(left); // the first that answered may have been replaced since
     }
     if (all(acknowledged)) {
       write_roll(kFinal, "", roll);
@@ -495,7 +495,7 @@ std::vector<PeerInfo> Meeting::follow(const Deadline& deadline) {
       return roll->infos;
     }
     if (deadline.expired()) {
-      // What was there when this rank came may be an earlier meeting's.
+      // A roll that was there when this rank came may be an earlier meeting's.
       const bool said = roll && roll->size == size_ && roll->state == kOpen &&
           !roll->reason.empty() && !(first && first->reason == roll->reason);
       fail(

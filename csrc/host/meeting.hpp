@@ -57,7 +57,7 @@ class Meeting {
   // it may be left from a meeting that others know nothing of.
   void withdraw(const std::string& reason) noexcept;
 
-  // What a rank that has been met gave as the reason; empty if it gave none.
+  // The reason that a rank has given since it was met; empty if it gave none.
   std::string reason_of(int rank, const PeerInfo& met) noexcept;
 
  private:

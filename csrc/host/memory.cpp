@@ -179,7 +179,8 @@ MemoryLimits memory_limits() {
 
 namespace {
 
-// What a seccomp profile, an old kernel or its emulation do not have.
+// Advice for systems that lack a call: under a seccomp profile, an old kernel
+// or an emulated one.
 std::string advice() {
   const bool missing = errno == ENOSYS || errno == EPERM || errno == EOPNOTSUPP;
   return missing
@@ -299,8 +300,8 @@ size_t held_bytes(int file, off_t begin, off_t end, off_t& last) {
 
 // A room is a range of bytes locked in /proc/meminfo, as long as the room: the
 // kernel keeps such locks for all processes that have the file open, tells them
-// apart, and drops them with their holder. Of flock, which does not see those,
-// is the mutex under which rooms are counted and taken.
+// apart, and drops them with their holder. The mutex under which rooms are
+// counted and taken is a flock, which does not see those locks.
 Room::Room(
     size_t bytes,
     const std::function<size_t()>& available,
@@ -325,7 +326,8 @@ Room::Room(
     free = available();
     const bool fits = free >= held && bytes <= free - held;
     if (fits && file_ && bytes != 0) {
-      // Rooms are apart. Who has no turn draws a place of its own.
+      // Rooms must not overlap. A process that has no turn draws a random
+      // place.
       struct flock range = whole_range(F_RDLCK, turn ? end : random_place());
       range.l_len = static_cast<off_t>(bytes);
       fcntl(file_.get(), F_OFD_SETLK, &range);
@@ -366,8 +368,8 @@ void commit_range(
     size_t offset,
     size_t bytes,
     const std::function<size_t()>& available) {
-  // Where the cgroup is full, fallocate wakes the OOM killer instead of
-  // failing. A few pages, as of any small allocation, are not worth the look.
+  // In a full cgroup, fallocate wakes the OOM killer instead of failing. A few
+  // pages, as of any small allocation, are not worth the look.
   constexpr size_t kFew = size_t(16) << 10;
   std::optional<Room> room;
   if (bytes > kFew) {

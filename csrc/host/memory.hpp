@@ -44,7 +44,7 @@ class Mapping {
   Origin origin_{};
 };
 
-// What this process's limits leave for shared files that it has and maps.
+// Room that this process's limits leave for shared files and their mappings.
 struct MemoryLimits {
   size_t file; // bytes of one file (ulimit -f)
   size_t address_space; // bytes of all mappings together (ulimit -v)
@@ -72,9 +72,9 @@ size_t available_memory();
 // processes that see this one's /proc.
 class Room {
  public:
-  // Throws Error(kOutOfMemory) when there is none. Where it may come yet (a
-  // process that holds some may have taken its memory already, so that it
-  // counts twice), waits for that, for at most `patience`.
+  // Throws Error(kOutOfMemory) when there is none. A process that holds some
+  // may have taken its memory already, so that it counts twice: waits for that
+  // to end, for at most `patience`.
   explicit Room(
       size_t bytes,
       const std::function<size_t()>& available = available_memory,

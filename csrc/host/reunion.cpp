@@ -54,7 +54,7 @@ bool Links::know(const std::vector<int>& ranks, const std::string& host_id)
       });
 }
 
-void Links::part(
+void Links::decline(
     const std::string& name,
     const std::vector<int>& ranks,
     const Deadline& deadline) {
@@ -65,7 +65,7 @@ void Links::part(
     return; // no rank thinks so, or a child would speak for its parent
   }
   Note note;
-  note.kind = Kind::kApart;
+  note.kind = Kind::kDeclined;
   note.group = group_key(name, ranks);
   for (const int rank : ranks) {
     const auto told = [&] {
@@ -175,23 +175,24 @@ void Links::take(Peer& peer) {
       found != under_way_.end()) {
     for (Reunion::Other& one : found->second->others_) {
       // A rank that has met this one may be at the next group of that name.
-      const bool met = one.word.seen == found->second->attempt_ &&
-          one.word.attempt != note.mine;
+      const bool met = one.last.seen == found->second->attempt_ &&
+          one.last.attempt != note.mine;
       if (&peers_.at(one.rank) == &peer && !met) {
         other = &one;
       }
     }
   }
-  Word* word = other != nullptr ? &other->word : &peer.words[note.group];
+  LastMessage* last =
+      other != nullptr ? &other->last : &peer.last_messages[note.group];
   switch (note.kind) {
     case Kind::kHello: {
       // It tries again, and no longer knows what it was told.
-      const bool again = word->attempt != 0 && word->attempt != note.mine;
-      *word = {};
-      word->attempt = note.mine;
-      word->memory = std::move(peer.file);
-      word->lost_memory = peer.lost_file;
-      word->settings = peer.text;
+      const bool again = last->attempt != 0 && last->attempt != note.mine;
+      *last = {};
+      last->attempt = note.mine;
+      last->memory = std::move(peer.file);
+      last->lost_memory = peer.lost_file;
+      last->settings = peer.text;
       if (other != nullptr) {
         other->answered = false;
         other->told = other->told && !again;
@@ -199,19 +200,19 @@ void Links::take(Peer& peer) {
       break;
     }
     case Kind::kSeen:
-      if (word->attempt == note.mine) {
-        word->seen = note.yours;
+      if (last->attempt == note.mine) {
+        last->seen = note.yours;
       }
       break;
     case Kind::kGone:
-      *word = {};
-      word->attempt = note.mine;
-      word->reason = peer.text.empty() ? "unknown" : peer.text;
-      word->now = other != nullptr;
+      *last = {};
+      last->attempt = note.mine;
+      last->reason = peer.text.empty() ? "unknown" : peer.text;
+      last->now = other != nullptr;
       break;
-    case Kind::kApart:
-      *word = {};
-      word->apart = true;
+    case Kind::kDeclined:
+      *last = {};
+      last->declined = true;
       break;
   }
 }
@@ -241,10 +242,11 @@ Reunion::Reunion(
     Other other{rank};
     if (rank != links_->self()) {
       links_->hear(rank); // what was said before this rank came
-      auto& words = links_->peers_.at(rank).words;
-      if (const auto said = words.find(group_); said != words.end()) {
-        other.word = std::move(said->second);
-        words.erase(said);
+      auto& last_messages = links_->peers_.at(rank).last_messages;
+      if (const auto said = last_messages.find(group_);
+          said != last_messages.end()) {
+        other.last = std::move(said->second);
+        last_messages.erase(said);
       }
     }
     others_.push_back(std::move(other));
@@ -282,7 +284,7 @@ void Reunion::withdraw(const std::string& reason) noexcept {
 
 // It may end now: nothing more is needed of it.
 bool Reunion::met_with(const Other& other) const {
-  return other.answered && other.word.seen == attempt_;
+  return other.answered && other.last.seen == attempt_;
 }
 
 // Under the lock. True: met.
@@ -298,9 +300,9 @@ bool Reunion::step(int memory_fd) {
     other.told =
         other.told || links_->tell(other.rank, note, settings_, memory_fd);
     links_->hear(other.rank);
-    if (other.word.memory && !other.answered) {
+    if (other.last.memory && !other.answered) {
       note.kind = Links::Kind::kSeen;
-      note.yours = other.word.attempt;
+      note.yours = other.last.attempt;
       // In order: a hello comes before any answer.
       other.answered = other.told && links_->tell(other.rank, note, {});
     }
@@ -327,23 +329,23 @@ std::vector<fusedpg::Peer> Reunion::exchange(
   for (size_t p = 0; p < others_.size(); ++p) {
     const Other& other = others_[p];
     const bool self = other.rank == links_->self();
-    const uint64_t attempt = self ? attempt_ : other.word.attempt;
+    const uint64_t attempt = self ? attempt_ : other.last.attempt;
     all.append(reinterpret_cast<const char*>(&attempt), sizeof attempt);
-    if (!self && other.word.settings != settings_.substr(0, kMostText)) {
+    if (!self && other.last.settings != settings_.substr(0, kMostText)) {
       alike_ = true;
       fail(
           ErrorKind::kMismatch,
           "fused: ranks have different settings; here: {}; rank {}: {}",
           settings_,
           p,
-          other.word.settings);
+          other.last.settings);
     }
   }
   id_ = hash(all);
   std::vector<fusedpg::Peer> peers(others_.size());
   for (size_t p = 0; p < others_.size(); ++p) {
     const auto& known = links_->peers_.at(others_[p].rank).known;
-    peers[p].memory = std::move(others_[p].word.memory);
+    peers[p].memory = std::move(others_[p].last.memory);
     peers[p].process = known.process;
     peers[p].pid = known.info.pid;
   }
@@ -355,19 +357,19 @@ void Reunion::check(const Other& other, const Deadline& deadline, bool quiet) {
   if (other.rank == links_->self()) {
     return;
   }
-  if (other.word.apart) {
+  if (other.last.declined) {
     alike_ = true;
-    throw MeetElsewhere();
+    throw MeetByStore();
   }
   const auto place = [&](const Other& one) {
     return static_cast<int>(&one - others_.data());
   };
   const auto& peer = links_->peers_.at(other.rank);
-  if (!other.word.reason.empty() &&
-      (other.word.now || peer.ended || Clock::now() - begun_ > kReunionGrace)) {
-    fail_for(place(other), other.word.reason);
+  if (!other.last.reason.empty() &&
+      (other.last.now || peer.ended || Clock::now() - begun_ > kReunionGrace)) {
+    fail_for(place(other), other.last.reason);
   }
-  if (other.word.lost_memory) {
+  if (other.last.lost_memory) {
     errno = EMFILE;
     fail_errno(
         formatted("fused: receiving the arena of rank {}", place(other)));
@@ -390,8 +392,8 @@ void Reunion::check(const Other& other, const Deadline& deadline, bool quiet) {
       if (one.rank == links_->self()) {
         self = place(one);
       } else if (
-          one.word.seen != attempt_ && !one.word.memory &&
-          one.word.reason.empty()) {
+          one.last.seen != attempt_ && !one.last.memory &&
+          one.last.reason.empty()) {
         missing.push_back(formatted("{} (pid {})", name, info.pid));
         continue;
       }
@@ -424,7 +426,7 @@ bool Reunion::wait() {
       if (other.rank != links_->self()) {
         sockets.push_back(
             {links_->peers_.at(other.rank).known.socket.get(), POLLIN, 0});
-        retry = retry || !other.told || (other.word.memory && !other.answered);
+        retry = retry || !other.told || (other.last.memory && !other.answered);
       }
     }
   }

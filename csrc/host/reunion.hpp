@@ -44,9 +44,10 @@ class Links {
   // True if all of them are here, on which they agree. False in a forked child,
   // and after FUSEDPG_HOST_ID was changed.
   bool know(const std::vector<int>& ranks, const std::string& host_id) const;
-  // For a rank that does not, because its FUSEDPG_HOST_ID was changed: others may
-  // think that they meet over these links. Tells them that all meet by the store.
-  void part(
+  // Called by a rank for which know() is false as its FUSEDPG_HOST_ID was changed:
+  // others may think that they meet over these links. Tells them that all meet by
+  // the store.
+  void decline(
       const std::string& name,
       const std::vector<int>& ranks,
       const Deadline& deadline);
@@ -56,7 +57,7 @@ class Links {
 
  private:
   friend class Reunion;
-  enum class Kind : uint32_t { kHello, kSeen, kGone, kApart };
+  enum class Kind : uint32_t { kHello, kSeen, kGone, kDeclined };
   // One message; `bytes` of text follow, and a hello brings a file.
   struct Note {
     uint64_t protocol = kProtocol;
@@ -66,14 +67,14 @@ class Links {
     uint64_t mine = 0; // names the sender's attempt to meet
     uint64_t yours = 0; // the attempt that kSeen answers
   };
-  // The last that a rank has said of a group.
-  struct Word {
+  // The latest message of a rank about a group, and what is left of earlier ones.
+  struct LastMessage {
     uint64_t attempt = 0;
     Fd memory;
     std::string settings;
     uint64_t seen = 0; // the attempt of this rank that it has seen
     std::string reason; // why it has given up
-    bool apart = false; // it meets by the store
+    bool declined = false; // it meets by the store
     bool now = false; // while this rank was there, too
     bool lost_memory = false; // this process had no descriptor left for it
   };
@@ -86,7 +87,7 @@ class Links {
     std::string text{};
     Fd file{};
     bool lost_file = false;
-    std::map<Key128, Word> words{}; // of groups that this rank has not made yet
+    std::map<Key128, LastMessage> last_messages{}; // of groups to come
   };
 
   // False: there is no room, or the peer has ended.
@@ -103,8 +104,9 @@ class Links {
   std::map<Key128, Reunion*> under_way_;
 };
 
-// A rank of the group meets by the store, so all do.
-class MeetElsewhere : public std::exception {
+// Thrown on every rank of a group if one of them has declined: all meet by the
+// store then. An exception, as it has to leave the Domain's constructor.
+class MeetByStore : public std::exception {
  public:
   const char* what() const noexcept override {
     return "the ranks of this group meet by the store";
@@ -112,8 +114,8 @@ class MeetElsewhere : public std::exception {
 };
 
 // How the ranks of a new group meet that know each other. Each sends all others
-// a hello with the file of its memory, and answers each hello. Who has the
-// others' hellos and their answers to its own is met: so nothing that an earlier
+// a hello with the file of its memory, and answers each hello. A rank that has
+// the others' hellos and their answers to its own is met: so nothing that an earlier
 // attempt under the same name has left can be mistaken for a rank's part in this
 // one.
 class Reunion {
@@ -129,7 +131,7 @@ class Reunion {
   ~Reunion();
 
   // The others' memory, by rank. Throws on all ranks alike: Error(kMismatch)
-  // where settings differ, MeetElsewhere where one of them has parted.
+  // where settings differ, MeetByStore if one of them has declined.
   std::vector<fusedpg::Peer> exchange(int memory_fd, const Deadline& deadline);
   // Once met: the same on all ranks, and another one for every group.
   const Key128& id() const {
@@ -144,7 +146,7 @@ class Reunion {
     int rank; // of the links
     bool told = false;
     bool answered = false; // its hello
-    Links::Word word{};
+    Links::LastMessage last{};
   };
 
   bool step(int memory_fd);

@@ -8,9 +8,9 @@
 // order.
 namespace fusedpg::kernels {
 
-// What an exponent says of blocks that have none. Between ranks the largest
-// exponent counts, so one element that is not finite decides for its block, and
-// a block of zeros for nothing.
+// Values in place of the exponent for blocks that have none. Between ranks the
+// largest exponent counts, so one element that is not finite decides for its
+// block, and a block of zeros for nothing.
 constexpr int32_t kZeroBlock = -1024;
 constexpr int32_t kNotFiniteBlock = 1024;
 
@@ -46,8 +46,8 @@ struct BlockFloatTable {
       int bits,
       int32_t* codes);
 
-  // out = code * 2^(exponent - bits) * alpha, in fp64, rounded to float32. Of
-  // kNotFiniteBlock all elements are NaN, of kZeroBlock +0.
+  // out = code * 2^(exponent - bits) * alpha, in fp64, rounded to float32. All
+  // elements of a kNotFiniteBlock become NaN, those of a kZeroBlock +0.
   void (*dequantise)(
       float* out,
       const int32_t* codes,

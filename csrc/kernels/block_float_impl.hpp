@@ -33,8 +33,8 @@ static void block_exponents(
   }
 }
 
-// Of float32: others come from nowhere but a fault, and are treated as those of
-// blocks without an exponent.
+// float32 has these exponents. Any other one comes from a fault, and is treated
+// like that of a block without an exponent.
 FUSEDPG_INLINE bool has_exponent(int32_t exponent) {
   return exponent >= -148 && exponent <= 128;
 }

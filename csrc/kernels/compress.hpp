@@ -7,7 +7,7 @@
 // and like those the same bits on every instruction set.
 namespace fusedpg::kernels {
 
-// What is compressed: v = beta * residual + gamma * grad, products rounded.
+// Compressed values: v = beta * residual + gamma * grad, products rounded.
 // Without a residual gamma * grad, without a gradient the residual itself.
 struct Compensation {
   const float* grad = nullptr;
@@ -16,7 +16,7 @@ struct Compensation {
   float gamma = 1;
 };
 
-// What clear and set bits of packed signs stand for.
+// Values of clear and set bits of packed signs.
 struct SignValues {
   float low = 0;
   float high = 0;
@@ -49,7 +49,7 @@ struct Levels {
   bool wide = false; // int16 codes instead of int8
 };
 
-// Of v >= 0, and of all other v, as CompressSums has them.
+// CompressSums of v >= 0, and of all other v.
 struct SideSums {
   double high_sum = 0;
   double low_sum = 0;
@@ -104,7 +104,8 @@ struct CompressTable {
       float value);
 
   // Stochastic rounding of levels * |v| / norm, with v's sign, and the residual
-  // v - code * (norm / levels). What is not finite becomes 0: the norm says so.
+  // v - code * (norm / levels). Values that are not finite become 0: the norm
+  // tells of them.
   void (*quantise)(
       const Compensation& v,
       size_t count,

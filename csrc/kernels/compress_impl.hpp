@@ -9,8 +9,8 @@ FUSEDPG_INLINE void fetch_after(const float* from, size_t n) {
   }
 }
 
-// Where v of elements [begin, begin + n) can be read: made in `tile`, if it
-// does not lie anywhere already.
+// Returns where v of elements [begin, begin + n) can be read: in `tile`, where
+// it computes them, unless they lie somewhere already.
 FUSEDPG_INLINE const float* compensated(
     const Compensation& c,
     size_t begin,
@@ -228,7 +228,7 @@ FUSEDPG_INLINE void sum_tile(
     add(lanes);
   }
   if (whole < n) {
-    // What is left over, as sums of its own; +0 changes none.
+    // The rest goes into sums of its own; +0 changes none.
     alignas(kLine) float padded[kSumLanes] = {};
     __builtin_memcpy(padded, v + whole, (n - whole) * sizeof(float));
     sum_lanes(padded, kSumLanes, lanes);
@@ -388,7 +388,7 @@ FUSEDPG_INLINE void side_tile(
     add(whole);
   }
   if (whole < n) {
-    // What is left over, as sums of its own; +0 changes none.
+    // The rest goes into sums of its own; +0 changes none.
     const size_t rest = n - whole;
     alignas(kLine) float padded[kSumLanes] = {};
     __builtin_memcpy(padded, v + whole, rest * sizeof(float));
@@ -433,8 +433,8 @@ static void subtract_signs(
   }
 }
 
-// Of so many elements decoded ones go around the cache, where nobody would find
-// them again.
+// From this size on, decoded values use streaming stores: they would have left
+// the cache before anybody reads them.
 constexpr size_t kStreamFrom = size_t{1} << 20;
 
 // decode(to, begin, n) writes elements [begin, begin + n); begin is a multiple

@@ -289,7 +289,7 @@ FUSEDPG_INLINE void unternary_as(
   for (; i + 8 <= count; i += 8) {
     uint16_t codes = 0;
     __builtin_memcpy(&codes, packed + i / 4, sizeof(codes));
-    // Of each code two bits count.
+    // Only two bits of each code count.
     __m256 x = _mm256_permutevar_ps(
         each, _mm256_srlv_epi32(_mm256_set1_epi32(codes), shifts));
     if constexpr (kAdd) {

@@ -76,11 +76,12 @@ struct Table {
 
   // dsts[j][i] = srcs[0][i] (op) srcs[1][i] (op) ... for every j: a left fold
   // in the order of `srcs`, which is rank order. MIN and MAX give NaN where any
-  // source is NaN; of -0 and +0 the earlier one stays. Which NaN payload comes
-  // out of several is open. An unsupported dtype and op does nothing.
-  // Half types accumulate in fp32 and round once. A dst may be identical to a
-  // src. `stream` (for results larger than the cache) writes around the cache,
-  // but not to a dst that is also a src: its lines have just been read.
+  // source is NaN; of -0 and +0 the earlier one stays. If several sources are
+  // NaN, the payload of any may come out. An unsupported dtype and op does
+  // nothing. Half types accumulate in fp32 and round once. A dst may be
+  // identical to a src. `stream` (for results larger than the cache) writes
+  // around the cache, but not to a dst that is also a src: its lines have just
+  // been read.
   void (*reduce)(
       const ReduceArgs& args,
       void* const* dsts,
@@ -125,9 +126,9 @@ struct Table {
       const void* src,
       size_t count);
 
-  // Which blocks hold anything: bit b % 64 of bits[b / 64] tells whether any
-  // bit of block b is set, so -0 and NaN count. Blocks have `block_bytes`, the
-  // last one may be shorter; bits behind it are 0.
+  // Finds the blocks that hold anything: bit b % 64 of bits[b / 64] tells
+  // whether any bit of block b is set, so -0 and NaN count. Blocks have
+  // `block_bytes`, the last one may be shorter; bits behind it are 0.
   void (*find_blocks)(
       const void* src,
       size_t bytes,

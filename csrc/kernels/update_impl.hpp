@@ -57,7 +57,7 @@ static void update_tile(
   }
 }
 
-// What the drivers have to know of a rule.
+// The parts of a rule that the drivers use.
 template <typename C>
 struct Loop {
   using Run = void (*)(const UpdateArgs&, const Operands<C>&, size_t n);
@@ -183,8 +183,8 @@ static void weighted_gradient(
   }
 }
 
-// Sets `grad` and `last` for elements [i, i + n). Where it can, it leaves the
-// last addition to the loop: memory is then read while the loop computes.
+// Sets `grad` and `last` for elements [i, i + n). If it can, it leaves the last
+// addition to the loop: memory is then read while the loop computes.
 template <typename C>
 static void set_gradient(
     const UpdateArgs& args,
@@ -332,7 +332,8 @@ constexpr size_t kVectorBytes = 32;
 constexpr size_t kVectorBytes = 16;
 #endif
 
-// Of one block. Vector types, so that the partial sums stay in registers.
+// Sum of squares of one block. Vector types, so that the partial sums stay in
+// registers.
 template <typename C>
 static double block_sum(const char* base, size_t n) {
   constexpr size_t kSums = 16;

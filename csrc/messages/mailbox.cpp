@@ -131,7 +131,7 @@ bool Mailbox::move_for_a_while(
       } else if (Clock::now() - last_move <= domain_.spin()) {
         cpu_relax();
       } else {
-        nap(done, deadline);
+        wait_for_bell(done, deadline);
       }
     }
     if (!ended_ && leave()) {
@@ -161,15 +161,15 @@ bool Mailbox::poll() {
   return true;
 }
 
-void Mailbox::hurry() {
+void Mailbox::move_promptly() {
   prompt_.store(true, std::memory_order_release);
   if (!origin_.forked() && !poll()) {
     posts_.if_open([this] { wake_thread(); });
   }
 }
 
-// Does what can be done now; whether that was anything. What goes wrong ends the
-// group.
+// Does all that can be done now. Returns whether that was anything. An error
+// ends the group.
 bool Mailbox::turn() {
   try {
     const bool posted = take_posts();
@@ -229,7 +229,9 @@ bool Mailbox::leave() {
 }
 
 // Sleeps until a peer or a post rings, with the lock.
-void Mailbox::nap(const std::function<bool()>& done, const Deadline& deadline) {
+void Mailbox::wait_for_bell(
+    const std::function<bool()>& done,
+    const Deadline& deadline) {
   Bell& bell = domain_.control(me_).mail_waiter_bell;
   const uint32_t word = bell.word.load(std::memory_order_acquire);
   bell.sleepers.fetch_add(1, std::memory_order_seq_cst);
@@ -393,9 +395,9 @@ void Mailbox::finish_receive(ReceiveAt receive, std::exception_ptr error) {
   finished_.push_back({std::move(done), std::move(error), peer});
 }
 
-// A rank that failed or left has taken its memory away, so what was copied
-// since may be anything. One that was killed has not. Where this rank has
-// failed, it has given the peer's memory back, so the same.
+// A rank that failed or left has taken its memory away, so bytes that were
+// copied since may be anything. A rank that was killed has not. If this rank
+// has failed, it has given the peer's memory back, with the same effect.
 void Mailbox::check_source(const MessagePost& post, int peer) {
   std::atomic_thread_fence(std::memory_order_acquire); // after the copy
   if (domain_.failed()) {

@@ -18,11 +18,11 @@ namespace fusedpg {
 
 // Point to point inside a machine.
 //
-// Whoever holds `mutex_` moves messages: a thread that posts a small one, a
-// thread that waits for one (move_until()), or the mailbox's own, which does what is
-// left while nobody waits. Peers ring the thread that waits if there is one, and
-// the mailbox's own only while it is concerned(): a wake-up costs more than a
-// small message.
+// The thread that holds `mutex_` moves messages: a thread that posts a small
+// one, a thread that waits for one (move_until()), or the mailbox's own, which
+// does what is left while nobody waits. Peers ring the thread that waits if
+// there is one, and the mailbox's own only while it is concerned(): a wake-up
+// costs more than a small message.
 //
 // The sender offers a message. The offer says where its data are if the receiver
 // can read them: in the sender's arena, or, for a small message, copied to
@@ -44,7 +44,7 @@ class Mailbox : public Messages {
   void move_until(const std::function<bool()>& done, const Deadline& deadline)
       override;
   bool poll() override;
-  void hurry() override;
+  void move_promptly() override;
   void stop() override;
 
  private:
@@ -84,7 +84,9 @@ class Mailbox : public Messages {
   void ring_waiter();
   void enter();
   bool leave();
-  void nap(const std::function<bool()>& done, const Deadline& deadline);
+  void wait_for_bell(
+      const std::function<bool()>& done,
+      const Deadline& deadline);
   void wake_thread();
   bool take_posts();
   ReceiveAt know_taken();
@@ -128,12 +130,12 @@ class Mailbox : public Messages {
 
   PostQueue posts_; // closed: the domain may be gone
   std::atomic<bool> stop_{false};
-  std::atomic<bool> prompt_{false}; // see hurry()
+  std::atomic<bool> prompt_{false}; // see move_promptly()
   std::atomic<bool> helped_{false}; // a thread is in move_until()
 
   // All below belongs to whoever holds this.
   std::mutex mutex_;
-  std::vector<Ended> finished_; // whose Done is to be called without it
+  std::vector<Ended> finished_; // their Done is to be called without it
   bool ended_ = false; // nothing here touches the domain any more
   bool announced_ = false; // peers are to ring the thread
   bool idle_ = false; // the thread sleeps for long

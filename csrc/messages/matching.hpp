@@ -32,9 +32,10 @@ struct PostedReceive {
   }
 };
 
-// Which receive each message is for, and which sends and receives are pending. It
-// neither reads nor writes, and belongs to whoever moves messages. `Send` and `Receive`
-// are a PostedSend and a PostedReceive with what a mailbox keeps beside them.
+// Finds the receive that each message is for, and keeps the pending sends and
+// receives. It neither reads nor writes, and belongs to the thread that moves
+// messages. `Send` and `Receive` are a PostedSend and a PostedReceive with what
+// a mailbox keeps beside them.
 template <typename Send, typename Receive>
 class Matching {
  public:

@@ -106,7 +106,7 @@ class Messages {
   }
   // From now on the mailbox's thread ends messages as soon as they can, though nobody
   // calls move_until() for them.
-  virtual void hurry() {}
+  virtual void move_promptly() {}
   // Fails what is pending and ends the thread. Later calls do nothing.
   virtual void stop() = 0;
 

@@ -77,7 +77,7 @@ void NetMailbox::wake() {
     transport_->wake();
   }
   called_ = true;
-  nap_.notify_all();
+  called_changed_.notify_all();
 }
 
 void NetMailbox::notify(int destination, int tag) {
@@ -116,19 +116,19 @@ void NetMailbox::post(MessagePost&& post) {
 void NetMailbox::loop() {
   pthread_setname_np(pthread_self(), "fusedpg-mail");
   bool stopping = false;
-  int naps = 0; // since there was something to do
+  int sleeps = 0; // since there was something to do
   uint32_t moves = 0;
   try {
     begin();
     while (true) {
-      // Who waits moves everything, checks what the thread would check, and
-      // has the lock and a core for it.
+      // A thread that waits moves everything, checks what this thread would
+      // check, and has the lock and a core for it.
       while (waiters_ != 0 && !stop_ && !asks_) {
         const uint32_t now = moves_;
-        naps = now == moves ? naps : 0;
+        sleeps = now == moves ? sleeps : 0;
         moves = now;
-        if (nap(naps++)) {
-          naps = 0;
+        if (sleep(sleeps++)) {
+          sleeps = 0;
           break;
         }
       }
@@ -141,7 +141,7 @@ void NetMailbox::loop() {
         }
         stopping = stop_;
         if (turn(By::kThread)) {
-          naps = 0;
+          sleeps = 0;
           continue;
         }
         if (stopping && may_leave()) {
@@ -159,13 +159,13 @@ void NetMailbox::loop() {
         }
         held = held_.has_value();
       }
-      // Who waits, or may do so again in a moment, needs the core.
+      // A thread that waits, or may do so again in a moment, needs the core.
       const Clock::time_point waited{Clock::duration(waited_)};
       if (!stopping && !held &&
           (waiters_ != 0 || Clock::now() - waited < kNapping)) {
-        naps = nap(naps) ? 0 : naps + 1;
+        sleeps = sleep(sleeps) ? 0 : sleeps + 1;
       } else {
-        naps = 0;
+        sleeps = 0;
         how.run();
       }
     }
@@ -200,13 +200,13 @@ bool NetMailbox::turn(By by) {
 }
 
 // The longer, the longer nothing has happened. Whether somebody has called.
-bool NetMailbox::nap(int before) {
+bool NetMailbox::sleep(int before) {
   const std::chrono::milliseconds length{1 << std::min(before / 16, 4)};
   looks_soon_ = length.count() == 1;
   bool called = false;
   {
     std::unique_lock<std::mutex> lock(mutex_);
-    nap_.wait_for(lock, length, [this] { return called_; });
+    called_changed_.wait_for(lock, length, [this] { return called_; });
     called = std::exchange(called_, false);
   }
   looks_soon_ = false;
@@ -252,7 +252,7 @@ void NetMailbox::move_until(
   }
   waited_ = Clock::now().time_since_epoch().count();
   if (--waiters_ == 0 && !looks_soon_) {
-    wake(); // from a long nap: there may be messages that nobody waits for
+    wake(); // from a long sleep: there may be messages that nobody waits for
   }
 }
 
@@ -272,12 +272,13 @@ void NetMailbox::begin() {
   }
 }
 
-// The other ranks hear of it as connections end. What is posted while this rank
-// asks them why waits for the answer, too: all pending ends with one error.
+// The other ranks hear of it as connections end. Posts that come while this
+// rank asks them why wait for the answer, too: all pending ones end with one
+// error.
 void NetMailbox::give_up(Error error, bool stopping) {
   {
     const std::lock_guard<TimedMutex> moving(moving_);
-    open_ = false; // who waits for a message now waits for its end
+    open_ = false; // a thread that waits for a message now waits for its end
   }
   if (transport_ && !(stopping && !pending())) {
     transport_->end(); // nothing is read or written any more
@@ -340,7 +341,7 @@ bool NetMailbox::progress(By by) {
   }
   any |= finish_notes();
   if (asks && !asks_.exchange(true) && by == By::kWaiter) {
-    wake(); // who posts does so anyway
+    wake(); // a thread that posts does so anyway
   } else if (!asks) {
     asks_ = false;
   }
@@ -369,12 +370,12 @@ void NetMailbox::take(int p, const Note& note) {
     if (const auto receive = matching_.arrive(p, note)) {
       found(**receive);
     }
-  } else if (note.kind == kPosted) {
+  } else if (note.kind == kReceivePosted) {
     learn_of_receive(p, note);
   } else if (note.kind != kHello) {
     const auto send = matching_.find_send(p, note.id);
-    if (send && note.kind == kWanted) {
-      wanted(**send);
+    if (send && note.kind == kRequest) {
+      requested(**send);
     } else if (send) {
       (*send)->answer = note;
     }
@@ -382,14 +383,14 @@ void NetMailbox::take(int p, const Note& note) {
 }
 
 // The first message that the other side did not know when it posted the receive
-// is for it. Which that is may be known only now, or when there is one.
+// is for it. This rank may have posted it already, or may still do so.
 void NetMailbox::learn_of_receive(int p, const Note& note) {
   for (Send& send : matching_.sends[p]) {
     if (send.told && !send.met && send.id >= note.id &&
         send.post.tag == note.tag) {
       send.met = true;
       if (send.post.bytes == note.bytes) {
-        wanted(send);
+        requested(send);
       }
       return;
     }
@@ -397,7 +398,7 @@ void NetMailbox::learn_of_receive(int p, const Note& note) {
   peers_[p].posted.push_back(note);
 }
 
-void NetMailbox::wanted(Send& send) {
+void NetMailbox::requested(Send& send) {
   if (send.offered && !send.asked) {
     send.asked = true;
     send.due = send.post.bytes != 0;
@@ -416,7 +417,7 @@ void NetMailbox::announce(Receive& receive) {
       std::none_of(receives.begin(), receives.end(), comes_first)) {
     Peer& peer = peers_[post.peer];
     receive.told = true;
-    peer.notes.push_back({kPosted, post.tag, peer.heard, post.bytes});
+    peer.notes.push_back({kReceivePosted, post.tag, peer.heard, post.bytes});
   }
 }
 
@@ -462,7 +463,7 @@ void NetMailbox::found(Receive& receive) {
         into.part(begin, std::min<size_t>(kPiece, message.bytes - begin))));
   }
   if (message.kind == kOffer) {
-    peers_[peer].notes.push_back({kWanted, message.tag, message.id, 0});
+    peers_[peer].notes.push_back({kRequest, message.tag, message.id, 0});
   }
 }
 
@@ -488,7 +489,7 @@ bool NetMailbox::finish_receives(By by) {
         (r->message.kind == kOffer || r->message.bytes > kUnasked);
     if (!asked) {
       peers_[r->from].notes.push_back(
-          {fits ? kArrived : kUnexpected,
+          {fits ? kAck : kUnexpected,
            r->message.tag,
            r->message.id,
            r->post.bytes});
@@ -543,10 +544,10 @@ bool NetMailbox::reach(int p) {
 bool NetMailbox::push(int p, By by) {
   Peer& peer = peers_[p];
   auto& sends = matching_.sends[p];
-  if (transport_->deaf(p)) {
+  if (transport_->send_closed(p)) {
     peer.notes.clear();
   }
-  if (!transport_->connected(p) || transport_->deaf(p)) {
+  if (!transport_->connected(p) || transport_->send_closed(p)) {
     return false;
   }
   bool any = false;
@@ -710,7 +711,7 @@ void NetMailbox::check(const MessagePost& post, int peer, bool to_be_sent) {
     const bool could_be = p != me_ && (other == kAnySource || other == p);
     hope = hope ||
         (could_be && !transport_->lost(p) &&
-         !(to_be_sent && transport_->deaf(p)) &&
+         !(to_be_sent && transport_->send_closed(p)) &&
          (transport_->connected(p) || !gone_(p)));
   }
   if (hope && !post.deadline.expired()) {

@@ -18,22 +18,23 @@
 
 namespace fusedpg {
 
-// Point to point between the ranks of a group that spans machines, as Mailbox is
-// inside one: beside the collectives, with connections of its own. Whoever waits
-// for a message moves all of them, and who posts one sends what can be sent at
-// once: to wake a thread takes longer than a small message. What nobody waits for
-// is moved by the mailbox's thread.
+// Point to point between the ranks of a group that spans machines, as Mailbox
+// is inside one: beside the collectives, with connections of its own. A thread
+// that waits for a message moves all of them, and a thread that posts one sends
+// at once if it can: to wake another thread takes longer than a small message.
+// Messages that nobody waits for are moved by the mailbox's thread.
 //
 // A rank tells the receiver of a message before it sends it, and hears when it
 // has arrived or is not as long as expected. A large message, or one more when
-// many have not been received, is sent when the receiver asks for it: what nobody
-// receives costs it little memory. It asks as soon as it posts a large receive
-// from one rank, also before it knows of a message. A rank that asks has a receive
-// of that length and says nothing else: the send is complete when the network has
-// its bytes. It travels in pieces, of which few are under way, so that what a rank
-// has to tell meanwhile, of a message the other way for example, does not wait for
-// all of it. Nobody connects to more ranks than it has messages for, or waits
-// for: to a rank that has none for this one too, so that its end shows.
+// many have not been received, is sent when the receiver asks for it, so a
+// message that nobody receives costs the receiver little memory. It asks as
+// soon as it posts a large receive from one rank, also before it knows of a
+// message. A rank that asks has a receive of that length and says nothing else:
+// the send is complete when the network has its bytes. It travels in pieces, of
+// which few are under way, so that what a rank has to tell meanwhile, of a
+// message the other way for example, does not wait for all of it. Nobody
+// connects to more ranks than it has messages for, or waits for: to a rank that
+// has none for this one too, so that its end shows.
 class NetMailbox : public Messages {
  public:
   using Connect = std::function<std::unique_ptr<TcpTransport>()>;
@@ -67,15 +68,16 @@ class NetMailbox : public Messages {
   void stop() override;
 
  private:
-  // kMessage: its bytes follow. kOffer: they wait for kWanted, or for kPosted: a
-  // receive of so many bytes, which the first message from this id on will meet.
+  // kMessage: its bytes follow. kOffer: they wait for kRequest, or for
+  // kReceivePosted: a receive of so many bytes, which the first message from this
+  // id on will meet.
   enum Kind : uint32_t {
     kHello,
     kMessage,
     kOffer,
-    kWanted,
-    kPosted,
-    kArrived,
+    kRequest,
+    kReceivePosted,
+    kAck,
     kUnexpected
   };
   struct Note {
@@ -92,7 +94,7 @@ class NetMailbox : public Messages {
   static_assert(sizeof(Note) == 32);
   struct Send : PostedSend {
     bool told = false;
-    bool offered = false; // it is sent once it is wanted
+    bool offered = false; // it is sent once it is requested
     bool asked = false; // for these bytes
     bool met = false; // a large receive that the other side has posted
     Clock::time_point posted = Clock::now();
@@ -124,12 +126,12 @@ class NetMailbox : public Messages {
   // Moves what can be moved; whether there was anything. Only the thread connects.
   enum class By { kThread, kPoster, kWaiter };
   bool turn(By by);
-  bool nap(int before);
+  bool sleep(int before);
   bool take_posts();
   bool progress(By by);
   bool hear(int peer);
   void take(int peer, const Note& note);
-  static void wanted(Send& send);
+  static void requested(Send& send);
   bool needs(int peer) const;
   bool reach(int peer);
   bool push(int peer, By by);
@@ -159,14 +161,14 @@ class NetMailbox : public Messages {
   const std::function<Error(const Error&)> failed_;
 
   PostQueue posts_; // closed: everything has ended
-  std::condition_variable nap_; // with the next one
+  std::condition_variable called_changed_;
   std::mutex mutex_; // of the next two
-  bool called_ = false; // the thread, from its nap
-  // Whoever holds `moving_` uses it, and anyone wakes it.
+  bool called_ = false; // the thread, from its sleep
+  // The thread that holds `moving_` uses it; any thread may wake it.
   std::shared_ptr<TcpTransport> transport_;
   std::atomic<bool> stop_{false};
 
-  // Held by who moves messages; before the other mutex.
+  // Held by the thread that moves messages; before the other mutex.
   TimedMutex moving_;
   std::atomic<int> waiters_{0}; // that move messages
   std::atomic<Clock::rep> waited_{0}; // when one of them did last

@@ -106,7 +106,8 @@ class Exchange {
   }
 
  private:
-  // Of what the ranks from this one on have said, at a level of the tree.
+  // Returns the key of the words of the ranks from `first` on, at a level of
+  // the tree.
   std::string key(int level, int64_t first) const {
     return formatted("{}/{}/{}", prefix_, level, first);
   }
@@ -120,7 +121,8 @@ class Exchange {
     });
   }
 
-  // Those that have said nothing; else one that has not collected in time.
+  // Names the ranks that have said nothing; if there are none, one that has not
+  // collected in time.
   std::string missing() {
     std::string text;
     for (int p = 0; p < size_; ++p) {

@@ -9,10 +9,10 @@
 
 namespace fusedpg {
 
-// What every rank says, by rank, through a store: each sets its word once; of
-// every 32 ranks one collects theirs, of every 32 of these one what they have,
-// and so on, and rank 0 sets the whole, which all get. So what a rank asks of the
-// store does not grow with their number but by a step for 32 times as many.
+// Returns every rank's word, by rank. They go through a store: each rank sets
+// its word once; one of every 32 ranks collects theirs, one of every 32 of
+// these collects what they have, and so on; rank 0 sets the whole, which all
+// get. So a rank asks the store one question more for 32 times as many ranks.
 //
 // Collective, once under a prefix. `check` throws when waiting is in vain; at the
 // deadline it says which ranks have not come.

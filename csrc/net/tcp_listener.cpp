@@ -252,14 +252,14 @@ bool TcpListener::turn(int most_ms) {
 }
 
 void TcpListener::let_in() {
-  // Those who were let in before must be heard, however many keep coming.
+  // Visitors that are inside must be heard, however many keep coming.
   constexpr int kAtATime = 512;
   for (int i = 0; i < kAtATime; ++i) {
     Fd socket = accept_from(socket_);
     if (!socket) {
       if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS ||
           errno == ENOMEM) {
-        // Those that wait stay in the queue until there is room again.
+        // Connections stay in the queue until there is room again.
         visitors_.remove_if(
             [this](Visitor& v) { return !hear(v) || !v.challenged; });
         std::this_thread::sleep_for(std::chrono::milliseconds(20));
@@ -278,7 +278,8 @@ void TcpListener::let_in() {
 }
 
 // Strangers go first: one that knows the random name of an endpoint is hardly
-// one. What the oldest have said while others came is heard before.
+// one. Before the oldest go, the listener reads what they have said while
+// others came.
 void TcpListener::make_room() {
   if (visitors_.size() < kMostVisitors) {
     return;

@@ -19,10 +19,10 @@
 
 namespace fusedpg {
 
-// How a connection begins. Who connects says whom it wants; who listens proves
-// that it has the key of that endpoint, and asks for the same proof. The keys
-// are in the group's store, so whoever can read that is inside. Nothing is
-// encrypted, and what follows carries no proof of its own.
+// How a connection begins. The side that connects names the endpoint that it
+// wants; the listener proves that it has that endpoint's key, and asks for the
+// same proof. The keys are in the group's store, so anyone who can read that is
+// inside. Nothing is encrypted, and what follows carries no proof of its own.
 namespace tcp {
 
 constexpr uint64_t kMagic = 0x3130706370736466; // "fdspcp01"
@@ -82,7 +82,7 @@ class TcpEndpoint {
   const WakeSignal& signal() const {
     return signal_;
   }
-  // Those that have come, by the rank that they are from.
+  // Returns the connections that have come, with the rank that each is from.
   std::vector<std::pair<int, Fd>> take();
   // Whether a connection of this rank has come or is being let in. A rank sends
   // nothing before it was challenged, so if not, what it sent before it left
@@ -103,7 +103,7 @@ class TcpEndpoint {
   std::map<int, std::shared_ptr<const int>> challenged_;
 };
 
-// What TcpEndpoint::address() says.
+// TcpEndpoint::address() as values.
 struct TcpAddress {
   SocketAddress socket;
   uint64_t endpoint = 0;

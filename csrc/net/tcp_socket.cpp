@@ -254,8 +254,8 @@ namespace {
 Fd try_to_listen(const SocketAddress& address) {
   Fd fd = new_socket(address.storage.ss_family, SOCK_STREAM | SOCK_NONBLOCK);
   if (fd) {
-    // Whoever listened there before may have left connections behind, which
-    // have the option from it.
+    // An earlier listener at this port may have left connections behind. They
+    // block the port unless both sockets have this option.
     set_option(fd, SOL_SOCKET, SO_REUSEADDR);
   }
   if (fd &&

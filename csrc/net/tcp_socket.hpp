@@ -17,8 +17,8 @@ struct SocketAddress {
   // "10.0.0.1 4711", "fe80::1%eth0 4711"; throws Error(kSystem) for anything
   // else.
   static SocketAddress of(const std::string& text);
-  // Of a host by name or number, which may take as long as the resolver does;
-  // throws Error(kInvalid) where it has none.
+  // Looks up a host by name or number, which may take as long as the resolver
+  // does. Throws Error(kInvalid) if the host has no address.
   static SocketAddress named(const std::string& host, uint16_t port);
   std::string text() const;
   // "10.0.0.1 port 4711", for messages.
@@ -63,7 +63,8 @@ SocketAddress bound_address(const Fd& socket);
 Fd accept_from(const Fd& socket);
 // Under way, or refused: errno says which where there is none.
 Fd connect_to(const SocketAddress& address);
-// What became of it once it can be written: 0, or an errno.
+// Result of a connection attempt, once the socket can be written: 0, or an
+// errno.
 int connect_result(const Fd& socket);
 // Whether a call that failed may be made again, by errno.
 bool would_block();

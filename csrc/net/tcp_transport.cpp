@@ -20,14 +20,15 @@ constexpr uint32_t kHeaderMagic = 0x67736d66; // "fmsg"
 constexpr size_t kAhead = 16 << 10; // bytes that are read with a header
 constexpr int kSteps = 16; // of one connection; then others have theirs
 // A port that refuses a connection may be one that a proxy serves.
-constexpr std::chrono::milliseconds kLetUsIn{500};
-constexpr std::chrono::milliseconds kKnock{20};
+constexpr std::chrono::milliseconds kConnectPatience{500};
+constexpr std::chrono::milliseconds kRetryEvery{20};
 
 std::string text_of(int error) {
   return std::strerror(error); // NOLINT(concurrency-mt-unsafe)
 }
 
-// What epoll says of: a peer's connection, in one direction; or a signal.
+// Keys of epoll's events: 0 is a signal, others are a peer's connection in one
+// direction.
 uint64_t in_key(int peer) {
   return static_cast<uint64_t>(peer) * 2 + 2;
 }
@@ -150,7 +151,7 @@ void TcpTransport::complete(Operation& receive, uint64_t came) {
   receive.done = true;
 }
 
-// What a rank has sent before it left can still be received.
+// A message that a peer has sent before it left can still be received.
 void TcpTransport::check_usable(const Operation& operation) {
   if (failed_ || aborted_ ||
       (operation.sends && outs_[operation.peer].state == Out::State::kLost)) {
@@ -160,7 +161,7 @@ void TcpTransport::check_usable(const Operation& operation) {
 
 // --- connecting --------------------------------------------------------------
 
-// Those who look at their requests know when they need a connection.
+// A caller that looks at its requests knows when it needs a connection.
 void TcpTransport::connect(int peer, const std::string& address) {
   outs_[peer].address = TcpAddress::of(address);
   reach(peer);
@@ -169,12 +170,12 @@ void TcpTransport::connect(int peer, const std::string& address) {
 void TcpTransport::reach(int peer) {
   Out& out = outs_[peer];
   if (!out.patience) {
-    out.patience.emplace(kLetUsIn);
-    knock(peer);
+    out.patience.emplace(kConnectPatience);
+    start_connecting(peer);
   }
 }
 
-void TcpTransport::knock(int peer) {
+void TcpTransport::start_connecting(int peer) {
   Out& out = outs_[peer];
   out.heard = 0;
   out.rest.clear();
@@ -183,7 +184,7 @@ void TcpTransport::knock(int peer) {
   out.answered = false;
   out.socket = connect_to(out.address->socket);
   if (!out.socket) {
-    not_let_in(peer, text_of(errno));
+    retry_or_lose(peer, text_of(errno));
     return;
   }
   out.state = Out::State::kConnecting;
@@ -195,7 +196,7 @@ void TcpTransport::knock(int peer) {
   out.polled_to_write = true;
 }
 
-void TcpTransport::not_let_in(int peer, const std::string& why) {
+void TcpTransport::retry_or_lose(int peer, const std::string& why) {
   Out& out = outs_[peer];
   if (out.patience->expired()) {
     lose(peer, why);
@@ -204,28 +205,28 @@ void TcpTransport::not_let_in(int peer, const std::string& why) {
   out.socket.reset();
   out.state = Out::State::kNone;
   out.why = why;
-  out.again = Clock::now() + kKnock;
-  ++knocking_;
+  out.retry_at = Clock::now() + kRetryEvery;
+  ++retries_;
 }
 
 // The peer has closed a new connection without a word: there are too many
 // others, or it has just ended, which the next attempt will show.
-void TcpTransport::crowded_out(int peer, const std::string& why) {
-  outs_[peer].patience.emplace(kLetUsIn);
-  not_let_in(peer, why);
+void TcpTransport::retry_with_new_patience(int peer, const std::string& why) {
+  outs_[peer].patience.emplace(kConnectPatience);
+  retry_or_lose(peer, why);
 }
 
-bool TcpTransport::knock_again() {
-  if (knocking_ == 0) {
+bool TcpTransport::retry_connecting() {
+  if (retries_ == 0) {
     return false;
   }
   bool moved = false;
   for (int p = 0; p < size(); ++p) {
     Out& out = outs_[p];
     if (out.state == Out::State::kNone && out.patience &&
-        Clock::now() >= out.again) {
-      --knocking_;
-      knock(p);
+        Clock::now() >= out.retry_at) {
+      --retries_;
+      start_connecting(p);
       moved = true;
     }
   }
@@ -233,12 +234,12 @@ bool TcpTransport::knock_again() {
 }
 
 // The handshake of the side that connects.
-bool TcpTransport::greet(int peer) {
+bool TcpTransport::handshake(int peer) {
   Out& out = outs_[peer];
   bool moved = false;
   if (out.state == Out::State::kConnecting) {
     if (const int error = connect_result(out.socket)) {
-      not_let_in(peer, text_of(error));
+      retry_or_lose(peer, text_of(error));
       return true;
     }
     out.answered = true;
@@ -246,7 +247,7 @@ bool TcpTransport::greet(int peer) {
         tcp::kMagic, out.address->endpoint, rank(), peer, random_key()};
     out.rest.assign(
         reinterpret_cast<const char*>(&out.hello), sizeof out.hello);
-    out.greeted = Clock::now();
+    out.said_hello = Clock::now();
   }
   if (!out.rest.empty()) {
     const ssize_t sent = ::send(
@@ -256,18 +257,18 @@ bool TcpTransport::greet(int peer) {
       if (would_block() || errno == ENOTCONN) {
         poll_out(peer, true);
       } else {
-        crowded_out(peer, text_of(errno));
+        retry_with_new_patience(peer, text_of(errno));
       }
       return false;
     }
-    out.state = Out::State::kGreeting;
+    out.state = Out::State::kHandshake;
     out.rest.erase(0, static_cast<size_t>(sent));
     moved = true;
     if (!out.rest.empty()) {
       return moved;
     }
   }
-  if (out.state == Out::State::kGreeting && out.heard < sizeof out.challenge) {
+  if (out.state == Out::State::kHandshake && out.heard < sizeof out.challenge) {
     poll_out(peer, false);
     const ssize_t got = recv(
         out.socket.get(),
@@ -276,7 +277,7 @@ bool TcpTransport::greet(int peer) {
         0);
     if (got <= 0) {
       if (got == 0 || !would_block()) {
-        crowded_out(
+        retry_with_new_patience(
             peer, got == 0 ? "it closed a new connection" : text_of(errno));
       }
       return moved;
@@ -290,10 +291,10 @@ bool TcpTransport::greet(int peer) {
       lose(peer, "it has left the group, or the group has failed there");
       return true;
     }
-    if (Clock::now() - out.greeted > tcp::kPatience * 4 / 5) {
+    if (Clock::now() - out.said_hello > tcp::kPatience * 4 / 5) {
       // It may have closed this by now, which would show only when it is too
-      // late to knock again.
-      crowded_out(peer, "this rank was late to answer it");
+      // late to start_connecting again.
+      retry_with_new_patience(peer, "this rank was late to answer it");
       return true;
     }
     const Key128& key = out.address->key;
@@ -309,11 +310,11 @@ bool TcpTransport::greet(int peer) {
     moved = true;
   }
   if (out.heard == sizeof out.challenge && !out.rest.empty()) {
-    return greet(peer) || moved;
+    return handshake(peer) || moved;
   }
   if (out.heard == sizeof out.challenge) {
     out.state = Out::State::kOpen;
-    out.let_in = true;
+    out.was_open = true;
     moved = true;
   }
   return moved;
@@ -365,8 +366,8 @@ bool TcpTransport::write_to(int peer) {
   Out& out = outs_[peer];
   switch (out.state) {
     case Out::State::kConnecting:
-    case Out::State::kGreeting:
-      if (!greet(peer) || out.state != Out::State::kOpen) {
+    case Out::State::kHandshake:
+      if (!handshake(peer) || out.state != Out::State::kOpen) {
         return false;
       }
       write_messages(peer);
@@ -449,8 +450,8 @@ bool TcpTransport::read_from(int peer) {
   return take_read(peer);
 }
 
-// What was read ahead, and what is in the socket as far as it is known to have
-// something: the poll tells of more.
+// Takes bytes that were read ahead, and reads the socket as long as it is known
+// to have some: the poll tells of more.
 bool TcpTransport::take_read(int peer) {
   In& in = ins_[peer];
   bool moved = false;
@@ -628,13 +629,14 @@ void TcpTransport::end() noexcept {
 // --- waiting -----------------------------------------------------------------
 
 bool TcpTransport::turn(int timeout_ms) {
-  bool moved = knock_again();
+  bool moved = retry_connecting();
   std::array<epoll_event, 32> events;
   const int count = epoll_wait(
       poll_.get(),
       events.data(),
       static_cast<int>(events.size()),
-      knocking_ == 0 ? timeout_ms : std::min<int>(timeout_ms, kKnock.count()));
+      retries_ == 0 ? timeout_ms
+                    : std::min<int>(timeout_ms, kRetryEvery.count()));
   for (int i = 0; i < count; ++i) {
     const uint64_t key = events[i].data.u64;
     if (key == 0) {
@@ -688,20 +690,21 @@ bool TcpTransport::over(const Operation& operation) {
     return true;
   }
   if (operation.sends) {
-    return deaf(operation.peer);
+    return send_closed(operation.peer);
   }
   return lost(operation.peer);
 }
 
-// What a peer has sent before it left comes by a connection of its own, which
-// ends after it.
+// A peer's messages come by a connection of their own, which ends behind the
+// last one.
 bool TcpTransport::lost(int peer) {
   In& in = ins_[peer];
   if (in.ended) {
     return true;
   }
-  // Who has left may have sent a first message, which is just being let in.
-  if (in.socket || !deaf(peer) || endpoint_->expects(peer)) {
+  // A peer that has left may have sent a first message, whose connection is
+  // still in its handshake.
+  if (in.socket || !send_closed(peer) || endpoint_->expects(peer)) {
     return false;
   }
   in_ended(peer, outs_[peer].why);
@@ -729,14 +732,14 @@ void TcpTransport::Sleep::run() const {
   }
 }
 
-void TcpTransport::doze(std::chrono::milliseconds most) {
+void TcpTransport::wait_briefly(std::chrono::milliseconds most) {
   sleep(most).run();
   awake();
   progress();
 }
 
 TcpTransport::Sleep TcpTransport::sleep(std::chrono::milliseconds most) {
-  return {poll_.get(), knocking_ == 0 ? most : std::min(most, kKnock)};
+  return {poll_.get(), retries_ == 0 ? most : std::min(most, kRetryEvery)};
 }
 
 void TcpTransport::wake() {
@@ -751,7 +754,7 @@ void TcpTransport::wait(Operation& operation, const Deadline& deadline) {
   const Waits::Timer timer(operation.done ? nullptr : waits_, operation.peer);
   const auto done = [&] { return over(operation); };
   if (!failed_ && !operation.done && !aborted_) {
-    // What it is about first: often that is all there is to do.
+    // This peer's connection first: often there is nothing else to do.
     operation.sends ? write_to(operation.peer) : read_from(operation.peer);
     // A connection of our own ends when the peer does, whether or not it has
     // sent anything.
@@ -820,10 +823,10 @@ std::string TcpTransport::describe(int peer) const {
         .count();
   };
   const bool lost = out.state == Out::State::kLost;
-  if (out.let_in ? lost || in.ended : in.ended && !lost) {
+  if (out.was_open ? lost || in.ended : in.ended && !lost) {
     return formatted(
         "the connection {} {} has ended ({})",
-        out.let_in ? "to" : "from",
+        out.was_open ? "to" : "from",
         there,
         in.ended ? in.why : out.why);
   }
@@ -845,12 +848,12 @@ std::string TcpTransport::describe(int peer) const {
         ms_since(out.tried),
         kCheck);
   }
-  if (out.state == Out::State::kGreeting) {
+  if (out.state == Out::State::kHandshake) {
     return formatted(
         "{} has taken this rank's connection, but has not said a word for {} "
         "ms: its process is stopped, or something else listens there",
         there,
-        ms_since(out.greeted));
+        ms_since(out.said_hello));
   }
   if (out.answered) {
     return formatted("{} does not let this rank in ({})", there, out.why);
@@ -897,7 +900,7 @@ void TcpTransport::flush(const Deadline& deadline) {
   if (failed_ || aborted_) {
     return;
   }
-  // What the system has is on its way.
+  // Bytes that the system has taken are on their way.
   progress_until(deadline, [&] {
     return std::all_of(outs_.begin(), outs_.end(), [](const Out& out) {
       return out.queue.empty();

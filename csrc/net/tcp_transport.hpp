@@ -19,10 +19,10 @@ namespace fusedpg {
 // A rank connects to another one when it first sends to it; what comes back has
 // a connection of its own. A message is a header and its bytes, which are read
 // where the receive wants them. One that comes before its receive stays in the
-// connection, or in memory if what somebody waits for is behind it. Whoever
-// waits moves all messages; nobody else does. After a failure all connections
-// are closed before the error is thrown, so nothing writes to a buffer any
-// more, and peers hear of it.
+// connection, or in memory if what somebody waits for is behind it. A thread
+// that waits moves all messages; nobody else does. After a failure all
+// connections are closed before the error is thrown, so nothing writes to a
+// buffer any more, and peers hear of it.
 class TcpTransport : public Transport {
  public:
   struct Config {
@@ -41,7 +41,7 @@ class TcpTransport : public Transport {
   // Knows nobody: see connect().
   TcpTransport(const Config& config, std::unique_ptr<TcpEndpoint> endpoint);
   TcpTransport(const TcpTransport&) = delete;
-  // What was sent still gets on its way.
+  // Returns when all that was sent is on its way, or after Config::farewell.
   ~TcpTransport() override;
 
   int rank() const override {
@@ -63,7 +63,8 @@ class TcpTransport : public Transport {
   // --- for who connects to others as messages need them, and looks at requests
   // instead of waiting for them
 
-  // What a peer connects to. It may do so whether or not this rank does.
+  // This rank's endpoint, to which peers connect. They may do so whether or not
+  // this rank connects to them.
   std::string address() const {
     return endpoint_->address();
   }
@@ -77,7 +78,7 @@ class TcpTransport : public Transport {
   // Nothing will come from this peer any more.
   bool lost(int peer);
   // Nothing can be sent to it.
-  bool deaf(int peer) const {
+  bool send_closed(int peer) const {
     return outs_[peer].state == Out::State::kLost;
   }
   // How the connections to this peer are, for an error: what was tried, what has
@@ -98,7 +99,7 @@ class TcpTransport : public Transport {
   void wake();
   void awake();
   // For one thread that uses the transport alone: sleeps so, and moves on.
-  void doze(std::chrono::milliseconds most);
+  void wait_briefly(std::chrono::milliseconds most);
 
  private:
   struct Header {
@@ -119,7 +120,7 @@ class TcpTransport : public Transport {
 
   // Messages to a peer.
   struct Out {
-    enum class State { kNone, kConnecting, kGreeting, kOpen, kLost };
+    enum class State { kNone, kConnecting, kHandshake, kOpen, kLost };
     State state = State::kNone;
     std::optional<TcpAddress> address; // once it is known
     Fd socket;
@@ -132,11 +133,11 @@ class TcpTransport : public Transport {
     bool corked = false;
     bool polled_to_write = false;
     std::optional<Deadline> patience{}; // with a peer that is not there
-    Clock::time_point again{}; // when to knock again
+    Clock::time_point retry_at{};
     Clock::time_point tried{}; // when it connected last
-    Clock::time_point greeted{};
+    Clock::time_point said_hello{};
     bool answered = false; // the last attempt
-    bool let_in = false; // it was open once
+    bool was_open = false;
     std::string why; // it is lost, or does not let us in
   };
   // Messages from a peer.
@@ -152,7 +153,7 @@ class TcpTransport : public Transport {
     Header header{};
     size_t got = 0; // of its bytes
     OperationPtr into; // null: nobody has asked for it yet
-    NetBuffer early; // where it goes then
+    NetBuffer early; // its memory then
     std::map<uint32_t, std::deque<OperationPtr>> posted; // by tag
     std::map<uint32_t, std::deque<NetBuffer>> waiting; // by tag
     size_t num_posted = 0;
@@ -165,7 +166,7 @@ class TcpTransport : public Transport {
   bool turn(int timeout_ms);
   bool take_arrived();
   bool write_to(int peer);
-  bool greet(int peer);
+  bool handshake(int peer);
   bool write_messages(int peer);
   bool read_from(int peer);
   bool take_read(int peer);
@@ -173,12 +174,12 @@ class TcpTransport : public Transport {
   ssize_t read_socket(int peer, char* into, size_t bytes);
   bool begin_message(int peer);
   void end_message(int peer);
-  bool knock_again();
+  bool retry_connecting();
 
   void reach(int peer);
-  void knock(int peer);
-  void not_let_in(int peer, const std::string& why);
-  void crowded_out(int peer, const std::string& why);
+  void start_connecting(int peer);
+  void retry_or_lose(int peer, const std::string& why);
+  void retry_with_new_patience(int peer, const std::string& why);
   void lose(int peer, const std::string& why);
   void in_ended(int peer, const std::string& why);
   void note_loss(int peer, const std::string& why);
@@ -203,7 +204,7 @@ class TcpTransport : public Transport {
   std::vector<Out> outs_;
   std::vector<In> ins_;
   std::vector<std::pair<int, std::string>> lost_; // and why, in this order
-  size_t knocking_ = 0; // connections that are tried again
+  size_t retries_ = 0; // connections that are tried again
 };
 
 } // namespace fusedpg

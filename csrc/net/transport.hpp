@@ -35,9 +35,6 @@ class NetBuffer {
   size_t bytes() const {
     return bytes_;
   }
-  bool is_borrowed() const {
-    return data_ != nullptr && data_.use_count() == 0;
-  }
   // Keeps all of it.
   NetBuffer part(size_t begin, size_t bytes) const {
     NetBuffer part;
@@ -55,9 +52,9 @@ class NetBuffer {
 // each of them would cost as much as their way through a fast link.
 class NetBuffers {
  public:
-  // Of at least so many bytes.
+  // Returns a buffer of at least so many bytes.
   NetBuffer take(size_t bytes);
-  // Which nobody uses any more.
+  // Takes back a buffer that nobody uses any more.
   void give(NetBuffer buffer);
 
  private:

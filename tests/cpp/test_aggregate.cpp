@@ -268,7 +268,7 @@ TEST(aggregators_end_jobs_whose_blocks_make_no_sense) {
   good.stripe = 4;
   struct Lie {
     Head head;
-    Word word; // then so many elements, and
+    BlockHeader word; // then so many elements, and
     std::vector<uint32_t> blocks;
   };
   std::vector<Lie> lies;
@@ -284,7 +284,7 @@ TEST(aggregators_end_jobs_whose_blocks_make_no_sense) {
   head(1U << 30, 1, 1000);
   head(32, 4, 0);
   head(1, 1, uint64_t{1} << 40);
-  const auto word = [&](Word said, std::vector<uint32_t> blocks) {
+  const auto word = [&](BlockHeader said, std::vector<uint32_t> blocks) {
     lies.push_back({good, said, std::move(blocks)});
   };
   word({5, 160, kNoBlock, 0}, {}); // more than a stripe
@@ -309,14 +309,14 @@ TEST(aggregators_end_jobs_whose_blocks_make_no_sense) {
     bool raised = false;
     try {
       send(Tag::kHead, &lie.head, sizeof lie.head);
-      send(Tag::kWord, &lie.word, sizeof lie.word);
+      send(Tag::kBlockHeader, &lie.word, sizeof lie.word);
       if (!lie.blocks.empty()) {
         std::vector<uint32_t> body(lie.word.elements);
         body.insert(body.end(), lie.blocks.begin(), lie.blocks.end());
         send(Tag::kBlocks, body.data(), body.size() * sizeof body[0]);
       }
-      NetBuffer said(sizeof(Word));
-      transport.receive(1, static_cast<uint32_t>(Tag::kWord), said)
+      NetBuffer said(sizeof(BlockHeader));
+      transport.receive(1, static_cast<uint32_t>(Tag::kBlockHeader), said)
           ->wait(soon());
     } catch (const Error& error) {
       raised = error.kind() == ErrorKind::kPeerFailed;

@@ -206,7 +206,7 @@ TEST(executor_waiters_and_the_thread_share_the_queue) {
             executor.run([&](uint64_t mine) { order.push_back(mine); });
             break;
           case 2:
-            executor.hurry();
+            executor.wake_now();
             break;
           default:
             break;

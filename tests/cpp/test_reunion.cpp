@@ -190,12 +190,10 @@ TEST(reunion_ends_where_a_rank_has_parted) {
     const auto links = all.bootstrap.links();
     for (int turn = 0; turn < 2; ++turn) {
       if (rank == 1) {
-        links->part("name", {0, 1, 2}, Deadline(kLong));
+        links->decline("name", {0, 1, 2}, Deadline(kLong));
       } else {
         CHECK_THROWS(
-            Again(links, {0, 1, 2}, "name"),
-            MeetElsewhere,
-            "meet by the store");
+            Again(links, {0, 1, 2}, "name"), MeetByStore, "meet by the store");
       }
       store.meet(formatted("parted {}", turn), 3);
     }
