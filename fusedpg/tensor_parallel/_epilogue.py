@@ -11,7 +11,7 @@ import functools
 import math
 import os
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,9 @@ from fusedpg.tensor_parallel._blocks import Blocks, reduce_scatter, scatter_sum
 _KEPT = 512
 _CHUNKS = 4
 _LEAST = 1 << 20  # bytes of a product that is summed in chunks
+
+_OPTIONS = dist.AllreduceOptions()
+_OPTIONS.asyncOp = False
 
 
 class Work(Protocol):
@@ -98,7 +101,7 @@ class Place:
         self.size = dist.get_world_size(self.group)
         if self.rank < 0:
             raise ValueError("this rank is not in the group")
-        self.backend = None  # ProcessGroupFused for CPU tensors
+        self.backend: Any = None  # ProcessGroupFused for CPU tensors
         self._eager: set[object] = set()  # programs that a rank has no function for
         try:
             backend = _backend(self.group)
@@ -139,6 +142,35 @@ class Place:
         ):
             return 1
         return min(_CHUNKS, rows)
+
+    def sums_at_once(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        residual: torch.Tensor | None,
+        overlap: bool | None,
+    ) -> bool:
+        """Whether `F.linear`, `add_up` and `added` have the bits that rows of x give.
+
+        Nothing records gradients or watches operations, so they may go past torch's dispatch.
+        """
+        return (
+            self.backend is not None
+            and type(x) is torch.Tensor
+            and x.is_cpu
+            and (residual is None or type(residual) is torch.Tensor)
+            and x.dim() > 1
+            and x.is_contiguous()
+            and not torch.is_grad_enabled()
+            and not torch._C._len_torch_dispatch_stack()
+            and self.chunks(x, weight, overlap) == 1
+        )
+
+    def add_up(self, x: torch.Tensor) -> None:
+        """dist.all_reduce on `backend`, without its checks, which take a third of a token's sum."""
+        work = self.backend.allreduce([x], _OPTIONS)
+        if work is not None:
+            work.wait()
 
     def _compiles(self, x: torch.Tensor) -> bool:
         """Whether programs run as generated code: alike on all ranks."""
@@ -220,15 +252,11 @@ class Place:
 
     def _rest(self, total: torch.Tensor, epilogue: Epilogue) -> torch.Tensor:
         """Applies the operations behind the sum, in its memory where types allow that."""
-        bias, residual = epilogue.bias, epilogue.residual
-        if bias is not None:
-            total = total.add_(bias) if bias.dtype == total.dtype else total + bias
+        total = added(total, epilogue.bias)
         if epilogue.p:
             firsts = epilogue.firsts(self.rank, total.shape[1])
             total = dropped(total, epilogue.p, epilogue.seed, firsts)
-        if residual is not None:
-            total = total.add_(residual) if residual.dtype == total.dtype else residual + total
-        return total
+        return added(total, epilogue.residual)
 
     def _at_once(self, product: torch.Tensor, epilogue: Epilogue) -> torch.Tensor | None:
         """`finish` with dropout as one operation; None where a rank cannot, and all know it."""
@@ -292,6 +320,13 @@ class Place:
         return None
 
 
+def added(total: torch.Tensor, term: torch.Tensor | None) -> torch.Tensor:
+    """The sum of both, in the total's memory where types allow that."""
+    if term is None:
+        return total
+    return total.add_(term) if term.dtype is total.dtype else total + term
+
+
 def dropped(x: torch.Tensor, p: float, seed: int, firsts: Sequence[int] = (0,)) -> torch.Tensor:
     """Dropout on this rank: the mask that the sums have for the same seed.
 
@@ -315,4 +350,4 @@ def dropped(x: torch.Tensor, p: float, seed: int, firsts: Sequence[int] = (0,)) 
     return torch.where(keep, x * (1 / (1 - p)) if p < 1 else x, torch.zeros_like(x))
 
 
-__all__ = ["Epilogue", "Place", "dropped"]
+__all__ = ["Epilogue", "Place", "added", "dropped"]

@@ -6,6 +6,7 @@ one for the other. Forward and backward work on the local tensors.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -17,11 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from fusedpg._refusal import shared_errors, tell, telling
-from fusedpg.tensor_parallel._blocks import Blocks, checked, dimension, landed
-from fusedpg.tensor_parallel._epilogue import Epilogue, Place
+from fusedpg.tensor_parallel._blocks import Blocks, checked, dimension
+from fusedpg.tensor_parallel._epilogue import Epilogue, Place, added
 from fusedpg.tensor_parallel._sequence import Columns, Rows, columns, normed, summed_rows
 
 _Linear = TypeVar("_Linear", bound="ParallelLinear")
+
+# This rank's part of a DTensor, without the view that autograd would need.
+_untracked = operator.attrgetter("_local_tensor")
 
 
 class ParallelLinear(nn.Linear):
@@ -151,8 +155,16 @@ class ParallelLinear(nn.Linear):
         """This rank's input, weight and bias, in the types that they are multiplied in."""
         if type(input) is not torch.Tensor and isinstance(input, DTensor):
             input = input.redistribute(placements=[placement]).to_local()
-        weight = _local_part(self.weight)
-        bias = None if self.bias is None else _local_part(self.bias)
+        weight: Any
+        bias: Any
+        try:  # first where no __getattr__ of nn.Module is called for each
+            weight, bias = self._parameters["weight"], self._parameters["bias"]
+        except KeyError:  # a parametrization
+            weight, bias = self.weight, self.bias
+        local = DTensor.to_local if torch.is_grad_enabled() else _untracked
+        # FSDP hands out plain tensors where the mesh has one rank.
+        weight = local(weight) if isinstance(weight, DTensor) else weight
+        bias = local(bias) if isinstance(bias, DTensor) else bias
         if input.shape[-1] != weight.shape[1]:
             raise ValueError(self._unfit(input, weight))
         if torch.is_autocast_enabled(input.device.type):
@@ -326,7 +338,19 @@ class RowParallelLinear(ParallelLinear):
             return self._uncompiled(input, residual, seed=seed)
         before = shared_errors()
         try:
-            y, dim = self._summed(input, residual, seed)
+            x, weight, bias = self._local(input, self._input)
+            place, dim = self._where or self._place, None
+            if (
+                self.sequence_dim is None
+                and not (self.dropout and self.training)
+                and (residual is None or residual.shape == (*x.shape[:-1], weight.shape[0]))
+                and place.sums_at_once(x, weight, residual, self.overlap)
+            ):
+                y = F.linear(x, weight)
+                place.add_up(y)
+                y = added(added(y, bias), residual)
+            else:
+                y, dim = self._summed(x, weight, bias, residual, seed)
         except Exception as error:
             tell(self._mesh.get_group(), error, before, [input])
             raise
@@ -335,10 +359,14 @@ class RowParallelLinear(ParallelLinear):
         return self.norm(y) if dim is None else normed(self.norm, y, self._place, dim), y
 
     def _summed(
-        self, input: torch.Tensor, residual: torch.Tensor | None, seed: int | None
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        seed: int | None,
     ) -> tuple[torch.Tensor, int | None]:
         """The sum with what follows, and the dimension of which each rank has a part."""
-        x, weight, bias = self._local(input, self._input)
         place = self._place
         shape = (*x.shape[:-1], weight.shape[0])
         blocks, dim = None, None
@@ -361,8 +389,6 @@ class RowParallelLinear(ParallelLinear):
             seed = int(torch.randint(1 << 62, ()).item())
         elif not 0 <= seed < 1 << 64:
             raise ValueError(f"a seed is a number from 0 to 2^64 - 1, got {seed}")
-        if not p and blocks is None and self._is_plain(x, weight):
-            return place.finish(F.linear(x, weight), Epilogue(bias, landed(residual))), None
         rows = x.reshape(-1, x.shape[-1])
         given = None if residual is None else residual.reshape(-1, shape[-1])
         tensors = (rows, weight, bias, given)
@@ -370,11 +396,6 @@ class RowParallelLinear(ParallelLinear):
         epilogue = Epilogue(p=p, seed=seed, overlap=self.overlap, blocks=blocks)
         y: torch.Tensor = function(*tensors, place, epilogue)
         return y.view(shape), dim
-
-    def _is_plain(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
-        """Whether the product is F.linear's as it is: with the bits that rows of x give."""
-        alone = not torch.is_grad_enabled() and x.dim() > 1 and x.is_contiguous()
-        return alone and self._place.chunks(x, weight, self.overlap) == 1
 
     def _part(self, whole: tuple[int, ...], dim: int, ranks: int) -> tuple[int, ...]:
         """The shape of this rank's part."""
@@ -387,15 +408,6 @@ class RowParallelLinear(ParallelLinear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, dropout={self.dropout}{_described(self)}"
-
-
-def _local_part(parameter: torch.Tensor) -> torch.Tensor:
-    # FSDP hands out plain tensors where the mesh has one rank.
-    if not isinstance(parameter, DTensor):
-        return parameter
-    if torch.is_grad_enabled():
-        return parameter.to_local()
-    return parameter._local_tensor  # without the view that autograd would need
 
 
 def _wants_gradients(tensors: Sequence[torch.Tensor | None]) -> bool:
