@@ -32,9 +32,6 @@ _KEPT = 512
 _CHUNKS = 4
 _LEAST = 1 << 20  # bytes of a product that is summed in chunks
 
-_OPTIONS = dist.AllreduceOptions()
-_OPTIONS.asyncOp = False
-
 
 class Work(Protocol):
     """An operation that has begun."""
@@ -142,35 +139,6 @@ class Place:
         ):
             return 1
         return min(_CHUNKS, rows)
-
-    def sums_at_once(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        residual: torch.Tensor | None,
-        overlap: bool | None,
-    ) -> bool:
-        """Whether `F.linear`, `add_up` and `added` have the bits that rows of x give.
-
-        Nothing records gradients or watches operations, so they may go past torch's dispatch.
-        """
-        return (
-            self.backend is not None
-            and type(x) is torch.Tensor
-            and x.is_cpu
-            and (residual is None or type(residual) is torch.Tensor)
-            and x.dim() > 1
-            and x.is_contiguous()
-            and not torch.is_grad_enabled()
-            and not torch._C._len_torch_dispatch_stack()
-            and self.chunks(x, weight, overlap) == 1
-        )
-
-    def add_up(self, x: torch.Tensor) -> None:
-        """dist.all_reduce on `backend`, without its checks, which take a third of a token's sum."""
-        work = self.backend.allreduce([x], _OPTIONS)
-        if work is not None:
-            work.wait()
 
     def _compiles(self, x: torch.Tensor) -> bool:
         """Whether programs run as generated code: alike on all ranks."""

@@ -6,7 +6,6 @@ one for the other. Forward and backward work on the local tensors.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
@@ -24,8 +24,9 @@ from fusedpg.tensor_parallel._sequence import Columns, Rows, columns, normed, su
 
 _Linear = TypeVar("_Linear", bound="ParallelLinear")
 
-# This rank's part of a DTensor, without the view that autograd would need.
-_untracked = operator.attrgetter("_local_tensor")
+_ELSEWHERE: Any = torch.empty(0)  # a bias that a parametrization has in another place
+_OPTIONS = dist.AllreduceOptions()
+_OPTIONS.asyncOp = False
 
 
 class ParallelLinear(nn.Linear):
@@ -125,7 +126,8 @@ class ParallelLinear(nn.Linear):
 
     def _adopt(self, linear: nn.Linear) -> None:
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight, self.bias = linear.weight, linear.bias
+        self.weight = linear.weight
+        self.register_parameter("bias", linear.bias)  # also where it is None
         self.train(linear.training)
 
     def __getstate__(self) -> dict[str, object]:
@@ -155,16 +157,8 @@ class ParallelLinear(nn.Linear):
         """This rank's input, weight and bias, in the types that they are multiplied in."""
         if type(input) is not torch.Tensor and isinstance(input, DTensor):
             input = input.redistribute(placements=[placement]).to_local()
-        weight: Any
-        bias: Any
-        try:  # first where no __getattr__ of nn.Module is called for each
-            weight, bias = self._parameters["weight"], self._parameters["bias"]
-        except KeyError:  # a parametrization
-            weight, bias = self.weight, self.bias
-        local = DTensor.to_local if torch.is_grad_enabled() else _untracked
-        # FSDP hands out plain tensors where the mesh has one rank.
-        weight = local(weight) if isinstance(weight, DTensor) else weight
-        bias = local(bias) if isinstance(bias, DTensor) else bias
+        weight = _local_part(self.weight)
+        bias = None if self.bias is None else _local_part(self.bias)
         if input.shape[-1] != weight.shape[1]:
             raise ValueError(self._unfit(input, weight))
         if torch.is_autocast_enabled(input.device.type):
@@ -228,18 +222,38 @@ class ColumnParallelLinear(ParallelLinear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """This rank's features of the output."""
-        if torch.compiler.is_compiling():
+        if is_dynamo_compiling():
             return self._uncompiled(input)
+        y = None
+        weight: Any = self._parameters.get("weight")
+        bias: Any = self._parameters.get("bias", _ELSEWHERE)
+        if (
+            type(input) is torch.Tensor
+            and type(weight) is DTensor
+            and (bias is None or type(bias) is DTensor)
+            and self.sequence_dim is None
+            and not torch.is_grad_enabled()
+        ):
+            # Frames of Python and self.weight's lookup would take longer than a token's product.
+            with_bias = None if bias is None else bias._local_tensor
+            try:
+                y = F.linear(input, weight._local_tensor, with_bias)
+            except RuntimeError:
+                y = None  # `_product` says what is wrong
+        if y is None:
+            y = self._product(input)
+        return y if self.activation is None else self.activation(y)
+
+    def _product(self, input: torch.Tensor) -> torch.Tensor:
+        """`forward` without the activation."""
         if self.sequence_dim is not None:
             with telling(self._mesh.get_group(), input):
-                y = self._gathered(input, self._dim(input))
-            return y if self.activation is None else self.activation(y)
+                return self._gathered(input, self._dim(input))
         x, weight, bias = self._local(input, self._input)
         if torch.is_grad_enabled() and x.requires_grad:
-            y = Columns.apply(x, weight, bias, self._place, self.overlap, None)
-        else:
-            y = F.linear(x, weight, bias)
-        return y if self.activation is None else self.activation(y)
+            y: torch.Tensor = Columns.apply(x, weight, bias, self._place, self.overlap, None)
+            return y
+        return F.linear(x, weight, bias)
 
     def _gathered(self, input: torch.Tensor, dim: int) -> torch.Tensor:
         """This rank's features of all ranks' rows."""
@@ -334,39 +348,60 @@ class RowParallelLinear(ParallelLinear):
             seed: of the dropout, alike on all ranks; None: drawn from torch's default generator,
                 so seed that alike on all ranks.
         """
-        if torch.compiler.is_compiling():
+        if is_dynamo_compiling():
             return self._uncompiled(input, residual, seed=seed)
-        before = shared_errors()
-        try:
-            x, weight, bias = self._local(input, self._input)
-            place, dim = self._where or self._place, None
-            if (
-                self.sequence_dim is None
-                and not (self.dropout and self.training)
-                and (residual is None or residual.shape == (*x.shape[:-1], weight.shape[0]))
-                and place.sums_at_once(x, weight, residual, self.overlap)
-            ):
-                y = F.linear(x, weight)
-                place.add_up(y)
-                y = added(added(y, bias), residual)
-            else:
-                y, dim = self._summed(x, weight, bias, residual, seed)
-        except Exception as error:
-            tell(self._mesh.get_group(), error, before, [input])
-            raise
+        y = dim = None
+        place = self._where
+        weight: Any = self._parameters.get("weight")
+        bias: Any = self._parameters.get("bias", _ELSEWHERE)
+        if (
+            place is not None
+            and place.backend is not None
+            and type(input) is torch.Tensor
+            and type(weight) is DTensor
+            and (bias is None or (type(bias) is DTensor and bias.dtype is weight.dtype))
+            and (residual is None or type(residual) is torch.Tensor)
+            and self.sequence_dim is None
+            and not (self.dropout and self.training)
+            and not torch.is_grad_enabled()
+            and not torch._C._len_torch_dispatch_stack()  # else they watch the sum, too
+            and input.is_cpu
+            and input.dim() > 1
+            and input.is_contiguous()
+            and place.chunks(input, weight._local_tensor, self.overlap) == 1
+        ):
+            # Few frames of Python: a token is multiplied in the time of some tens. These have the
+            # bits of `_summed`.
+            try:
+                y = F.linear(input, weight._local_tensor)
+            except RuntimeError:
+                y = None  # `_summed` says what is wrong, and tells the others
+            if y is not None and residual is not None and residual.shape != y.shape:
+                y = None
+            if y is not None:
+                work = place.backend.allreduce([y], _OPTIONS)  # dist.all_reduce without its checks
+                if work is not None:
+                    work.wait()
+                if bias is not None:
+                    bias = bias._local_tensor
+                    y.add_(bias if bias.dtype is y.dtype else bias.to(y.dtype))  # by autocast
+                y = added(y, residual)
+        if y is None:
+            before = shared_errors()
+            try:
+                y, dim = self._summed(input, residual, seed)
+            except Exception as error:
+                tell(self._mesh.get_group(), error, before, [input])
+                raise
         if self.norm is None:
             return y
         return self.norm(y) if dim is None else normed(self.norm, y, self._place, dim), y
 
     def _summed(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        residual: torch.Tensor | None,
-        seed: int | None,
+        self, input: torch.Tensor, residual: torch.Tensor | None, seed: int | None
     ) -> tuple[torch.Tensor, int | None]:
         """The sum with what follows, and the dimension of which each rank has a part."""
+        x, weight, bias = self._local(input, self._input)
         place = self._place
         shape = (*x.shape[:-1], weight.shape[0])
         blocks, dim = None, None
@@ -408,6 +443,15 @@ class RowParallelLinear(ParallelLinear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, dropout={self.dropout}{_described(self)}"
+
+
+def _local_part(parameter: torch.Tensor) -> torch.Tensor:
+    # FSDP hands out plain tensors where the mesh has one rank.
+    if not isinstance(parameter, DTensor):
+        return parameter
+    if torch.is_grad_enabled():
+        return parameter.to_local()
+    return parameter._local_tensor  # without the view that autograd would need
 
 
 def _wants_gradients(tensors: Sequence[torch.Tensor | None]) -> bool:
