@@ -11,7 +11,7 @@ import functools
 import math
 import os
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -98,7 +98,7 @@ class Place:
         self.size = dist.get_world_size(self.group)
         if self.rank < 0:
             raise ValueError("this rank is not in the group")
-        self.backend = None  # ProcessGroupFused for CPU tensors
+        self.backend: Any = None  # ProcessGroupFused for CPU tensors
         self._eager: set[object] = set()  # programs that a rank has no function for
         try:
             backend = _backend(self.group)
@@ -220,15 +220,11 @@ class Place:
 
     def _rest(self, total: torch.Tensor, epilogue: Epilogue) -> torch.Tensor:
         """Applies the operations behind the sum, in its memory where types allow that."""
-        bias, residual = epilogue.bias, epilogue.residual
-        if bias is not None:
-            total = total.add_(bias) if bias.dtype == total.dtype else total + bias
+        total = added(total, epilogue.bias)
         if epilogue.p:
             firsts = epilogue.firsts(self.rank, total.shape[1])
             total = dropped(total, epilogue.p, epilogue.seed, firsts)
-        if residual is not None:
-            total = total.add_(residual) if residual.dtype == total.dtype else residual + total
-        return total
+        return added(total, epilogue.residual)
 
     def _at_once(self, product: torch.Tensor, epilogue: Epilogue) -> torch.Tensor | None:
         """`finish` with dropout as one operation; None where a rank cannot, and all know it."""
@@ -292,6 +288,13 @@ class Place:
         return None
 
 
+def added(total: torch.Tensor, term: torch.Tensor | None) -> torch.Tensor:
+    """The sum of both, in the total's memory where types allow that."""
+    if term is None:
+        return total
+    return total.add_(term) if term.dtype is total.dtype else total + term
+
+
 def dropped(x: torch.Tensor, p: float, seed: int, firsts: Sequence[int] = (0,)) -> torch.Tensor:
     """Dropout on this rank: the mask that the sums have for the same seed.
 
@@ -315,4 +318,4 @@ def dropped(x: torch.Tensor, p: float, seed: int, firsts: Sequence[int] = (0,)) 
     return torch.where(keep, x * (1 / (1 - p)) if p < 1 else x, torch.zeros_like(x))
 
 
-__all__ = ["Epilogue", "Place", "dropped"]
+__all__ = ["Epilogue", "Place", "added", "dropped"]

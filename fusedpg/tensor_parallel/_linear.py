@@ -13,15 +13,20 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from fusedpg._refusal import shared_errors, tell, telling
-from fusedpg.tensor_parallel._blocks import Blocks, checked, dimension, landed
-from fusedpg.tensor_parallel._epilogue import Epilogue, Place
+from fusedpg.tensor_parallel._blocks import Blocks, checked, dimension
+from fusedpg.tensor_parallel._epilogue import Epilogue, Place, added
 from fusedpg.tensor_parallel._sequence import Columns, Rows, columns, normed, summed_rows
 
 _Linear = TypeVar("_Linear", bound="ParallelLinear")
+
+_ELSEWHERE: Any = torch.empty(0)  # a bias that a parametrization has in another place
+_OPTIONS = dist.AllreduceOptions()
+_OPTIONS.asyncOp = False
 
 
 class ParallelLinear(nn.Linear):
@@ -121,7 +126,8 @@ class ParallelLinear(nn.Linear):
 
     def _adopt(self, linear: nn.Linear) -> None:
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight, self.bias = linear.weight, linear.bias
+        self.weight = linear.weight
+        self.register_parameter("bias", linear.bias)  # also where it is None
         self.train(linear.training)
 
     def __getstate__(self) -> dict[str, object]:
@@ -216,18 +222,38 @@ class ColumnParallelLinear(ParallelLinear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """This rank's features of the output."""
-        if torch.compiler.is_compiling():
+        if is_dynamo_compiling():
             return self._uncompiled(input)
+        y = None
+        weight: Any = self._parameters.get("weight")
+        bias: Any = self._parameters.get("bias", _ELSEWHERE)
+        if (
+            type(input) is torch.Tensor
+            and type(weight) is DTensor
+            and (bias is None or type(bias) is DTensor)
+            and self.sequence_dim is None
+            and not torch.is_grad_enabled()
+        ):
+            # Frames of Python and self.weight's lookup would take longer than a token's product.
+            with_bias = None if bias is None else bias._local_tensor
+            try:
+                y = F.linear(input, weight._local_tensor, with_bias)
+            except RuntimeError:
+                y = None  # `_product` says what is wrong
+        if y is None:
+            y = self._product(input)
+        return y if self.activation is None else self.activation(y)
+
+    def _product(self, input: torch.Tensor) -> torch.Tensor:
+        """`forward` without the activation."""
         if self.sequence_dim is not None:
             with telling(self._mesh.get_group(), input):
-                y = self._gathered(input, self._dim(input))
-            return y if self.activation is None else self.activation(y)
+                return self._gathered(input, self._dim(input))
         x, weight, bias = self._local(input, self._input)
         if torch.is_grad_enabled() and x.requires_grad:
-            y = Columns.apply(x, weight, bias, self._place, self.overlap, None)
-        else:
-            y = F.linear(x, weight, bias)
-        return y if self.activation is None else self.activation(y)
+            y: torch.Tensor = Columns.apply(x, weight, bias, self._place, self.overlap, None)
+            return y
+        return F.linear(x, weight, bias)
 
     def _gathered(self, input: torch.Tensor, dim: int) -> torch.Tensor:
         """This rank's features of all ranks' rows."""
@@ -322,14 +348,51 @@ class RowParallelLinear(ParallelLinear):
             seed: of the dropout, alike on all ranks; None: drawn from torch's default generator,
                 so seed that alike on all ranks.
         """
-        if torch.compiler.is_compiling():
+        if is_dynamo_compiling():
             return self._uncompiled(input, residual, seed=seed)
-        before = shared_errors()
-        try:
-            y, dim = self._summed(input, residual, seed)
-        except Exception as error:
-            tell(self._mesh.get_group(), error, before, [input])
-            raise
+        y = dim = None
+        place = self._where
+        weight: Any = self._parameters.get("weight")
+        bias: Any = self._parameters.get("bias", _ELSEWHERE)
+        if (
+            place is not None
+            and place.backend is not None
+            and type(input) is torch.Tensor
+            and type(weight) is DTensor
+            and (bias is None or (type(bias) is DTensor and bias.dtype is weight.dtype))
+            and (residual is None or type(residual) is torch.Tensor)
+            and self.sequence_dim is None
+            and not (self.dropout and self.training)
+            and not torch.is_grad_enabled()
+            and not torch._C._len_torch_dispatch_stack()  # else they watch the sum, too
+            and input.is_cpu
+            and input.dim() > 1
+            and input.is_contiguous()
+            and place.chunks(input, weight._local_tensor, self.overlap) == 1
+        ):
+            # Few frames of Python: a token is multiplied in the time of some tens. These have the
+            # bits of `_summed`.
+            try:
+                y = F.linear(input, weight._local_tensor)
+            except RuntimeError:
+                y = None  # `_summed` says what is wrong, and tells the others
+            if y is not None and residual is not None and residual.shape != y.shape:
+                y = None
+            if y is not None:
+                work = place.backend.allreduce([y], _OPTIONS)  # dist.all_reduce without its checks
+                if work is not None:
+                    work.wait()
+                if bias is not None:
+                    bias = bias._local_tensor
+                    y.add_(bias if bias.dtype is y.dtype else bias.to(y.dtype))  # by autocast
+                y = added(y, residual)
+        if y is None:
+            before = shared_errors()
+            try:
+                y, dim = self._summed(input, residual, seed)
+            except Exception as error:
+                tell(self._mesh.get_group(), error, before, [input])
+                raise
         if self.norm is None:
             return y
         return self.norm(y) if dim is None else normed(self.norm, y, self._place, dim), y
@@ -361,8 +424,6 @@ class RowParallelLinear(ParallelLinear):
             seed = int(torch.randint(1 << 62, ()).item())
         elif not 0 <= seed < 1 << 64:
             raise ValueError(f"a seed is a number from 0 to 2^64 - 1, got {seed}")
-        if not p and blocks is None and self._is_plain(x, weight):
-            return place.finish(F.linear(x, weight), Epilogue(bias, landed(residual))), None
         rows = x.reshape(-1, x.shape[-1])
         given = None if residual is None else residual.reshape(-1, shape[-1])
         tensors = (rows, weight, bias, given)
@@ -370,11 +431,6 @@ class RowParallelLinear(ParallelLinear):
         epilogue = Epilogue(p=p, seed=seed, overlap=self.overlap, blocks=blocks)
         y: torch.Tensor = function(*tensors, place, epilogue)
         return y.view(shape), dim
-
-    def _is_plain(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
-        """Whether the product is F.linear's as it is: with the bits that rows of x give."""
-        alone = not torch.is_grad_enabled() and x.dim() > 1 and x.is_contiguous()
-        return alone and self._place.chunks(x, weight, self.overlap) == 1
 
     def _part(self, whole: tuple[int, ...], dim: int, ranks: int) -> tuple[int, ...]:
         """The shape of this rank's part."""
