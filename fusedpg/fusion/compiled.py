@@ -16,9 +16,9 @@ from fusedpg._registration import load_extension
 from fusedpg.functional import _backend, shard_range
 from fusedpg.fusion import compile, nvrtc
 from fusedpg.fusion.alike import NO_MARK, Mark
-from fusedpg.fusion.codegen import AS_IS, FULL, PART, Source, Unsupported, generate
+from fusedpg.fusion.codegen import Source, Unsupported
+from fusedpg.fusion.codegen_collective import AS_IS, FULL, PART, generate, of_rows
 from fusedpg.fusion.codegen_cuda import generate_cuda
-from fusedpg.fusion.codegen_own_rows import generate_own_rows, of_rows
 from fusedpg.fusion.codegen_phases import generate_phases, of_phases
 from fusedpg.fusion.errors import FusionError
 from fusedpg.fusion.ir import PARTIAL, REPLICATE, SHARD, Group, Node, Program
@@ -49,10 +49,8 @@ class Kernel:
         # What `written` found, by where the tensors of a call lie.
         self._places: dict[tuple[Any, ...], tuple[int, ...]] = {}
         try:
-            found = generate_phases if of_phases(nodes) else generate
-            if of_rows(nodes):
-                found = generate_own_rows
-            self.source = found(group, nodes, program)
+            in_phases = of_phases(nodes) and not of_rows(nodes)
+            self.source = (generate_phases if in_phases else generate)(group, nodes, program)
         except Unsupported as unsupported:
             self.reason = self.cuda_reason = f"{unsupported} is not generated"
             _log.info("%s runs operation by operation: %s", program.name, self.reason)
