@@ -199,7 +199,7 @@ class Kernel:
 
 def begin(
     backend: Any,
-    function: Any,
+    function: object,
     source: Source,
     contribution: torch.Tensor,
     operands: Sequence[torch.Tensor],

@@ -48,7 +48,7 @@ class Nvrtc:
         self._call("nvrtcVersion", ctypes.byref(major), ctypes.byref(minor))
         self.version = (major.value, minor.value)
 
-    def _call(self, name: str, *arguments: Any) -> None:
+    def _call(self, name: str, *arguments: object) -> None:
         result = getattr(self._library, name)(*arguments)
         if result:
             said = self._library.nvrtcGetErrorString(result).decode()

@@ -48,7 +48,7 @@ POINTWISE: dict[str, Callable[..., Any]] = {
 }
 
 
-def exact(value: Any) -> bool:
+def exact(value: object) -> bool:
     """Whether a number is a float64, or an int that is one."""
     if not isinstance(value, int) or abs(value) <= 1 << 53:
         return True

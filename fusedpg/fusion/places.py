@@ -53,7 +53,7 @@ class Ranks:
             _known[pg] = found
         return Ranks(pg, *found)
 
-    def matches(self, other: Any) -> bool:
+    def matches(self, other: object) -> bool:
         """Whether what was passed to a functional collective is this group."""
         if self.group is None:
             return True
@@ -136,7 +136,7 @@ def has_memory(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided
 
 
-def with_memory(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+def with_memory(arguments: Mapping[str, object]) -> Mapping[str, Any]:
     """Tensors as generated code can read them; what is one tensor stays one.
 
     Raises:

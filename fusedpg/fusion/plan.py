@@ -453,7 +453,7 @@ class EarlierCalls:
         self,
         group: dist.ProcessGroup | None,
         args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
+        kwargs: Mapping[str, object],
         targets: Sequence[torch.Tensor],
     ) -> Any:
         """What a call returns that is like an earlier one; None where none is known."""

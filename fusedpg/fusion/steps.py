@@ -489,7 +489,7 @@ class OverlappedProgram(Step):
         return work, done, (product, given)
 
 
-def _done(work: Any, done: torch.Tensor, alive: Any) -> Generator[Any, None, bool]:
+def _done(work: Any, done: torch.Tensor, alive: object) -> Generator[Any, None, bool]:
     """Waits; whether all ranks had the function. `alive`: memory that the operation reads."""
     if work is not None:
         yield work
