@@ -70,10 +70,10 @@ class Pending:
         self._run = run
         self._finish = finish
         self._lock = threading.Lock()
-        self._work: Any = None
+        self._work: object = None
         self._done = False
         self._error: BaseException | None = None
-        self._result: Any = None
+        self._result: object = None
         self._advance()
 
     def _advance(self) -> None:
@@ -130,12 +130,12 @@ class FusedFunction:
         self._transformations = transformations
         self._backward = backward
         self._auto = auto
-        self._cache: dict[Any, Any] = {}
+        self._cache: dict[object, object] = {}
         # What the tuner chose. By group, so that all its ranks have and drop the same.
-        self._tuned: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, Any]] = (
+        self._tuned: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, object]] = (
             weakref.WeakKeyDictionary()
         )
-        self._reports: dict[Any, Report] = {}
+        self._reports: dict[object, Report] = {}
         self._earlier = EarlierCalls(self._signature, self._captured)
         self._lock = _fork.rlock()
         self._handle = register(self)
@@ -547,7 +547,7 @@ class FusedFunction:
         count, single, _ = marker.shape
         return outputs[0] if single else tuple(outputs[:count])
 
-    def bound(self, given: tuple[object, ...]) -> dict[str, Any]:
+    def bound(self, given: tuple[object, ...]) -> dict[str, object]:
         """Arguments by name, as a call checks them."""
         return self._signature.bind(given, {})
 
@@ -652,7 +652,7 @@ class FusedFunction:
         kwargs: Mapping[str, object],
         group: dist.ProcessGroup | None,
         targets: list[torch.Tensor] | None,
-    ) -> tuple[Mapping[str, Any], Ranks, tuple[str, ...], Differentiable | None, Program]:
+    ) -> tuple[Mapping[str, object], Ranks, tuple[str, ...], Differentiable | None, Program]:
         """A call's arguments by name, where it runs, which of them need gradients, and by what."""
         values = self._signature.bind(args, kwargs)
         for name, value in values.items():

@@ -36,7 +36,7 @@ class _Log(TorchDispatchMode):
         super().__init__()
         self._given = {id(tensor): number for number, tensor in enumerate(given)}
         self.casts: dict[int, torch.dtype] = {}
-        self.operations: list[tuple[Any, ...]] = []
+        self.operations: list[tuple[object, ...]] = []
 
     def __torch_dispatch__(
         self, function: Any, types: object, args: tuple[object, ...] = (), kwargs: Any = None

@@ -42,7 +42,7 @@ def kept_values(
     ]
 
 
-def numbers_of(plan: Differentiable, values: Mapping[str, object]) -> dict[str, Any]:
+def numbers_of(plan: Differentiable, values: Mapping[str, object]) -> dict[str, object]:
     return {name: values[source] for name, source in plan.derived.numbers}
 
 

@@ -336,7 +336,7 @@ class Builder:
 
     # --- messages to other stages ------------------------------------------------------------
 
-    def send(self, x: Node, dst: Any, tag: object, **attributes: Any) -> Node:
+    def send(self, x: Node, dst: object, tag: object, **attributes: Any) -> Node:
         if not isinstance(x, Node) or x.scalar:
             self.fail("send takes a tensor")
         if x.layout not in (REPLICATE, SHARD):

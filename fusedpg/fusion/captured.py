@@ -102,13 +102,13 @@ class _Reader:
         self.items: list[Hashable] = []
         self.lookups: list[_Lookup] = []
         self.kept = True  # whether what was read may be held
-        self._seen: set[Any] = set()
+        self._seen: set[object] = set()
         self._names: dict[str, None] = {}  # of all codes
         # Modules and classes that are values: any name of any code may be read from them.
-        self._spaces: dict[Any, str] = {}
+        self._spaces: dict[object, str] = {}
         self._of = function
         self._function("", function)
-        looked: set[tuple[Any, str]] = set()
+        looked: set[tuple[object, str]] = set()
         while waiting := [
             (space, name)
             for space in self._spaces
@@ -258,7 +258,7 @@ def _called_by_itself(space: object) -> tuple[str, ...]:
     return tuple(n for n, f in own if n.startswith("__") and isinstance(f, types.FunctionType))
 
 
-def _content(cell: types.CellType) -> Callable[[str, Any], Any]:
+def _content(cell: types.CellType) -> Callable[[str, object], object]:
     def get(name: str, default: object) -> Any:
         try:
             return cell.cell_contents

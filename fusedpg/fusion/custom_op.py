@@ -65,7 +65,7 @@ def _values(
     tensors: Sequence[object],
     floats: Sequence[float],
     ints: Sequence[int],
-) -> dict[str, Any]:
+) -> dict[str, object]:
     sources = {"tensor": iter(tensors), "float": iter(floats), "int": iter(ints)}
     given = [
         ast.literal_eval(line[2:]) if line.startswith("= ") else next(sources[line])
@@ -85,7 +85,7 @@ def _read(floats: Sequence[Tensor]) -> list[float]:
 
 def _without_numbers(
     function: FusedFunction, kinds: str, tensors: Sequence[object]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """With others in their places: torch.compile has symbols for those that change."""
     many = kinds.count("\n") + 1
     return _values(function, kinds, tensors, [0.5] * many, [1] * many)
@@ -284,7 +284,7 @@ def _set_up(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 def _backward(ctx: Any, outputs: Sequence[Tensor | None]) -> Any:
     ints, handle, kinds, group, wrt, state = ctx.rest
     # A list of numbers has no gradient; an empty one counts as a list of tensors.
-    none: tuple[Any, ...] = ([None] * ctx.floats, None if ints else [], *[None] * 5)
+    none: tuple[object, ...] = ([None] * ctx.floats, None if ints else [], *[None] * 5)
     if not wrt:
         return [None] * ctx.count, *none
     number, *saved = ctx.saved_tensors

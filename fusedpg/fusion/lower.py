@@ -110,12 +110,12 @@ class Lowering:
         self._parameters = parameters
         self._domains = domains
         self._group_matches = group_matches
-        self._values: dict[fx.Node, Any] = {}
+        self._values: dict[fx.Node, object] = {}
         self._casts: dict[tuple[Node, torch.dtype], Node] = {}
         self.inputs: dict[str, Node] = {}
         self.used: set[Node] = set()
         self.messages: list[Node] = []
-        self.result: Any = None
+        self.result: object = None
 
     def run(self) -> None:
         for node in self._graph.nodes:
@@ -213,8 +213,8 @@ class Lowering:
         self._unknown(name)
 
     def _autocast(
-        self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, object], dtype: torch.dtype
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self, node: fx.Node, args: tuple[object, ...], kwargs: dict[str, object], dtype: torch.dtype
+    ) -> tuple[tuple[object, ...], dict[str, object]]:
         """The arguments, cast as autocast casts them for this call."""
 
         def tensor(x: object) -> bool:
@@ -279,7 +279,7 @@ class Lowering:
     def _pointwise(self, op: str, *args: object, **kwargs: object) -> Any:
         counts = {"where": (3, 3), "clamp": (1, 3)}.get(op)
         low, high = counts or ((1, 1) if op in UNARY else (2, 2))
-        attributes: dict[str, Any] = {}
+        attributes: dict[str, object] = {}
         if op == "gelu":
             attributes["approximate"] = kwargs.pop("approximate", "none")
         elif op in ("silu", "relu"):
@@ -469,12 +469,12 @@ class Lowering:
         return len(x.shape)
 
 
-def _caster(dtype: torch.dtype) -> Callable[..., Any]:
+def _caster(dtype: torch.dtype) -> Callable[..., object]:
     return lambda lowering, x: lowering._cast(x, dtype)
 
 
 _L = Lowering
-_METHOD_HANDLERS: dict[str, Callable[..., Any]] = {
+_METHOD_HANDLERS: dict[str, Callable[..., object]] = {
     **{name: _caster(dtype) for name, dtype in _DTYPE_METHODS.items()},
     "to": _L._to,
     "type": _L._to,
@@ -491,7 +491,7 @@ _METHOD_HANDLERS: dict[str, Callable[..., Any]] = {
     "numel": _L._numel,
     "dim": _L._dim,
 }
-_FUNCTION_HANDLERS: dict[Any, Callable[..., Any]] = {
+_FUNCTION_HANDLERS: dict[object, Callable[..., object]] = {
     functions.all_reduce: _L._all_reduce,
     functions.reduce_scatter: _L._reduce_scatter,
     functions.all_gather: _L._all_gather,

@@ -30,7 +30,7 @@ OPTIONS = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--p
 _MAJORS = (13, 12)
 _lock = _fork.lock()
 # By source and device. Programs hold them, and groups that have run them.
-_kernels: weakref.WeakValueDictionary[tuple[str, int], Any] = weakref.WeakValueDictionary()
+_kernels: weakref.WeakValueDictionary[tuple[str, int], object] = weakref.WeakValueDictionary()
 _failed: set[tuple[str, int]] = set()
 
 

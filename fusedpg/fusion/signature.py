@@ -106,9 +106,9 @@ class Signature:
         kinds = [self.kinds.get(name) for name in self._names]
         return load_extension()._Parameters(self._names, self._positional, self._defaults, kinds)
 
-    def bind(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dict[str, Any]:
+    def bind(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dict[str, object]:
         """The arguments by name, checked against the annotations."""
-        values: dict[str, Any] | None = self.parameters.bind(args, kwargs)
+        values: dict[str, object] | None = self.parameters.bind(args, kwargs)
         if values is None:
             bound = self.signature.bind(*args, **kwargs)
             bound.apply_defaults()

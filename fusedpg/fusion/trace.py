@@ -142,7 +142,7 @@ _FUNCTIONAL = {
 }
 
 
-def _leaf(function: Callable[..., object]) -> Callable[..., Any]:
+def _leaf(function: Callable[..., object]) -> Callable[..., object]:
     """The function, but calls with what stands for a tensor are recorded."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -174,7 +174,7 @@ def _recorded_functional(names: dict[str, Any]) -> Iterator[None]:
             scope[name] = function
 
 
-def _random_state() -> tuple[Any, ...]:
+def _random_state() -> tuple[object, ...]:
     """That of the generators of Python, torch and, where it is used, NumPy, to be compared."""
     numpy = sys.modules.get("numpy")
     state = numpy.random.get_state() if numpy is not None else ("", b"", 0)
