@@ -285,8 +285,22 @@ def in_shape(flat: Tensor, piece: Piece) -> Tensor:
     return flat.view(piece.shapes[0]) if len(piece.shapes) == 1 else flat
 
 
+BY_NAME: dict[str, type[Compressor]] = {}
+"""Compressors by the names that GRACE (Xu et al. 2021) gave them."""
+WHOLE_UNITS: set[type[Compressor]] = set()
+"""Those that do all parameters of a unit in one call, bit for bit as one after the other."""
+
+
 class Ours(Compressor):
     """GRACE's two functions, by those that the library calls."""
+
+    def __init_subclass__(cls, name: str = "", whole_units: bool = False) -> None:
+        """Registers a compressor. A subclass of it, which may do anything else, is none yet."""
+        super().__init_subclass__()
+        if name:
+            BY_NAME[name] = cls
+        if whole_units:
+            WHOLE_UNITS.add(cls)
 
     def __init__(self) -> None:
         pass

@@ -64,17 +64,18 @@ def values_of(state_dict: Mapping[str, Any], own: str, memory: bool) -> Mapping[
     others = [key for key in state_dict if key not in places]
     if others:
         raise ValueError(
-            f"the state dict of a fusedpg.compress.State has the entry of {places[0]} alone, found "
-            f"{', '.join(map(repr, others))} beside it; to begin with an empty memory call "
-            "load_state_dict(state_dict, memory=False)"
+            "a state dict of fusedpg.compress.State must have one entry, that of its rank: this "
+            f"one has {', '.join(map(repr, others))} and the entry of {places[0]}. Load the state "
+            "dict as state_dict() gave it, or call load_state_dict(state_dict, memory=False) to "
+            "begin with an empty memory"
         )
     if memory and own not in places:
         raise ValueError(
-            f"this is {own}, and the state dict is of {', '.join(places)}: what a rank has kept of "
-            "its gradients is added to them once more where another rank loads it, or a rank "
-            "loads it twice. Load each rank's own; where there is none, or the number of "
-            "ranks is another, load_state_dict(state_dict, memory=False) takes any rank's "
-            "and begins with an empty memory"
+            f"{own} got the state dict of {', '.join(places)}. Only the rank that saved a residual "
+            "may load it, and once: otherwise it is added to other ranks' gradients, or twice. "
+            "Load each rank's own state dict; if there is none, or the number of ranks has "
+            "changed, call load_state_dict(state_dict, memory=False), which takes any rank's and "
+            "begins with an empty memory"
         )
     (values,) = state_dict[own if own in places else places[0]]
     return values if memory else {**values, "memory": {}}
@@ -102,8 +103,9 @@ class Loaded:
         wrong = [name for name, kept in self.memory.items() if len(kept) != len(self.records)]
         if wrong:
             raise ValueError(
-                f"the checkpoint has {len(self.records)} parameters, and another number of "
-                f"{', '.join(wrong)}"
+                f"the checkpoint has {len(self.records)} parameters, but another number of values "
+                f"of {', '.join(wrong)}: it is damaged; load another one, or call "
+                "load_state_dict(state_dict, memory=False)"
             )
         self._left = list(range(len(self.records)))
 
@@ -124,15 +126,16 @@ class Loaded:
                     or self.records[n].dtype == str(parameter.dtype)]  # fmt: skip
         if not fits:
             raise ValueError(
-                f"the checkpoint is of another model: it has no {what}, of {parameter.dtype} and "
-                f"shape {tuple(parameter.shape)}, among {len(self.records)} parameters, "
-                f"{len(self._left)} of which are left"
+                f"the checkpoint is of another model: the model has {what}, of "
+                f"{parameter.dtype} and shape {tuple(parameter.shape)}; none of the "
+                f"{len(self._left)} parameters that are left of the checkpoint's "
+                f"{len(self.records)} fits it"
             )
         record = self.records[fits[0]]
         if record.shape not in (None, tuple(parameter.shape)):
             raise ValueError(
-                f"the checkpoint is of another model: {what} has shape {tuple(parameter.shape)}, "
-                f"expected {record.shape} as {record.label!r} has there"
+                f"the checkpoint is of another model: {what} has shape {tuple(parameter.shape)} in "
+                f"the model, and {record.label!r} has shape {record.shape} in the checkpoint"
             )
         self._left.remove(fits[0])
         return fits[0]
@@ -146,7 +149,7 @@ class Loaded:
         if self._left:
             first = self.records[self._left[0]]
             raise ValueError(
-                f"the checkpoint is of another model: of its {len(self.records)} parameters "
-                f"{len(self._left)} are not in this one, the first of which is {first.label!r} of "
+                f"the checkpoint is of another model: this model lacks {len(self._left)} of the "
+                f"checkpoint's {len(self.records)} parameters; the first is {first.label!r}, of "
                 f"shape {first.shape}"
             )

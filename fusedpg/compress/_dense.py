@@ -12,7 +12,7 @@ from fusedpg.compress._base import Compensated, Context, Encoded, Ours, Payload
 from fusedpg.compress._piece import Piece
 
 
-class NoneCompressor(Ours):
+class NoneCompressor(Ours, name="none"):
     """Sends v as it is."""
 
     each_parameter = False
@@ -36,7 +36,7 @@ class NoneCompressor(Ours):
             kernels.accumulate_(out, one, 1.0, alpha)
 
 
-class FP16(Ours):
+class FP16(Ours, name="fp16"):
     """Sends float16 of v / world size, so that sums do not overflow before single gradients do."""
 
     each_parameter = False

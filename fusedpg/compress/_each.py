@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 
 from fusedpg.compress import _wire as wire
 from fusedpg.compress._base import (
+    WHOLE_UNITS,
     Compensated,
     Compressor,
     Context,
@@ -23,9 +24,6 @@ from fusedpg.compress._base import (
     Payload,
 )
 from fusedpg.compress._piece import Parts, Piece
-from fusedpg.compress._quantisers import QSGD, Natural, TernGrad
-from fusedpg.compress._signs import EFSignSGD, OneBit
-from fusedpg.compress._sparse import DGC, GuardedThreshold, RandomK, TopK
 from fusedpg.compress.memories import (
     DGCMemory,
     EFSignSGDMemory,
@@ -34,11 +32,6 @@ from fusedpg.compress.memories import (
     ResidualMemory,
 )
 
-# Those that do all parameters of a unit in one call, bit for bit as one after the other. A subclass
-# may do anything else.
-_UNIT_COMPRESSORS = frozenset(
-    {TopK, DGC, RandomK, GuardedThreshold, QSGD, TernGrad, Natural, EFSignSGD, OneBit}
-)
 _UNIT_MEMORIES = frozenset({NoneMemory, ResidualMemory, EFSignSGDMemory, DGCMemory})
 
 
@@ -142,7 +135,7 @@ class EachParametersMemory(Memory):
     def encode(self, compressor: Compressor, grad: Gradient | Parts, piece: Piece) -> Encoded:
         assert isinstance(compressor, EachParameter) and not isinstance(grad, list)
         if (
-            type(compressor.inner) in _UNIT_COMPRESSORS
+            type(compressor.inner) in WHOLE_UNITS
             and type(self.inner) in _UNIT_MEMORIES
             and piece.dtype == torch.float32
             and piece.device.type == "cpu"

@@ -14,7 +14,7 @@ from fusedpg.compress._numbers import Whole
 from fusedpg.compress._piece import Piece
 
 
-class PowerSGD(Ours):
+class PowerSGD(Ours, name="powersgd"):
     """Products of two thin matrices (Vogels et al. 2019, algorithm 1).
 
     Every parameter with more than one dimension is a matrix of its first one by the others, and Q

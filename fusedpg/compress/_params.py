@@ -73,7 +73,7 @@ def for_state(params: Mapping[str, object], given: Mapping[str, object]) -> dict
     return found
 
 
-def _renamed(params: Mapping[str, Any]) -> dict[str, object]:
+def _renamed(params: Mapping[str, object]) -> dict[str, object]:
     """Parameters by GRACE's names."""
     found = {key: value for key, value in params.items() if key not in _FOR_STATE}
     for key, name in _OTHER_KEYS.items():
@@ -180,7 +180,7 @@ def register_communicator(name: str, made: type[Communicator]) -> None:
     _register("communicator", communicators.BY_NAME, Communicator, name, made)
 
 
-def _register(kind: str, known: Any, base: type[object], name: str, made: Any) -> None:
+def _register(kind: str, known: Any, base: type[object], name: str, made: object) -> None:
     if not (isinstance(made, type) and issubclass(made, base)):
         raise TypeError(f"{kind} {name!r} is a subclass of {base.__name__}, got {made!r}")
     if known.get(name, made) is not made:

@@ -42,7 +42,7 @@ class _Drawn(Ours):
         self._decode(outs, payloads, alpha, piece.runs.numels)
 
 
-class QSGD(_Drawn):
+class QSGD(_Drawn, name="qsgd", whole_units=True):
     """Levels of 0 to ``quantum_num`` times a norm (Alistarh et al. 2017, section 3.1).
 
     ``bucket_size`` elements share a norm (0: all); up to 127 levels are a byte, more are two.
@@ -66,7 +66,7 @@ class QSGD(_Drawn):
         kernels.unqsgd_(out, codes, norms, self.quantum_num, alpha, self.bucket_size, *numels)
 
 
-class TernGrad(_Drawn):
+class TernGrad(_Drawn, name="terngrad", whole_units=True):
     """-1, 0 or 1 times the largest magnitude, 2 bits an element (Wen et al. 2017).
 
     v is clipped at 2.5 standard deviations first, as in the paper's section 4.2, which is biased
@@ -88,7 +88,7 @@ class TernGrad(_Drawn):
         kernels.unterngrad_(out, packed, scales, alpha, *numels)
 
 
-class Natural(_Drawn):
+class Natural(_Drawn, name="natural", whole_units=True):
     """Powers of two, a byte an element (natural compression, Horvath et al. 2019)."""
 
     def _encode(self, v: Compensated, seeds: int | list[int], *numels: list[int]) -> Payload:

@@ -16,7 +16,7 @@ from fusedpg.compress._numbers import Real
 from fusedpg.compress._piece import Piece
 
 
-class SignSGD(Ours):
+class SignSGD(Ours, name="signsgd"):
     """Signs, a bit each; the result is the sign of the majority (Bernstein et al. 2018).
 
     Zero counts as positive, and so does a draw. With a NaN or an Inf on any rank the result is NaN.
@@ -40,7 +40,7 @@ class SignSGD(Ours):
         kernels.vote_signs_(out, packed, scale)
 
 
-class Signum(SignSGD):
+class Signum(SignSGD, name="signum"):
     """SignSGD of a running mean: m = momentum * m + (1 - momentum) * v."""
 
     momentum = Real(at_least=0, below=1)
@@ -117,14 +117,14 @@ class _Scaled(Ours):
         kernels.unpack_signs_(outs, packed, values, self.two, alpha, piece.runs.numels)
 
 
-class EFSignSGD(_Scaled):
+class EFSignSGD(_Scaled, name="efsignsgd", whole_units=True):
     """Signs times the mean magnitude (Karimireddy et al. 2019, algorithm 1)."""
 
     def _encode(self, v: Compensated, *unit: object) -> Sequence[Tensor]:
         return kernels.signs(v.grad, v.residual, True, v.beta, v.gamma, *unit)
 
 
-class OneBit(_Scaled):
+class OneBit(_Scaled, name="onebit", whole_units=True):
     """Signs, and the means of what is negative and of what is not (Seide et al. 2014)."""
 
     two = True

@@ -49,7 +49,7 @@ class _Sparse(Ours):
         kernels.scatter_(outs, indices, values, alpha, piece.runs.numels, counts)
 
 
-class TopK(_Sparse):
+class TopK(_Sparse, name="topk", whole_units=True):
     """The ``compress_ratio`` of elements with the largest magnitudes (Aji and Heafield 2017).
 
     Of equal ones the first; NaN counts as the largest, so it is sent.
@@ -69,14 +69,14 @@ class TopK(_Sparse):
         return _shares(piece.runs.numels, self.compress_ratio), indices, values
 
 
-class DGC(TopK):
+class DGC(TopK, name="dgc", whole_units=True):
     """Top-k for the memory "dgc" (Deep Gradient Compression, Lin et al. 2018).
 
     The paper estimates the threshold from a sample; this one is exact.
     """
 
 
-class RandomK(_Sparse):
+class RandomK(_Sparse, name="randomk", whole_units=True):
     """The same ``compress_ratio`` of elements on all ranks, others in every step.
 
     One element of every run of about 1 / compress_ratio is drawn, where the first run begins is
@@ -114,7 +114,7 @@ class RandomK(_Sparse):
         return self._drawn(piece, [piece.numel])[1].to(payload[0].device)
 
 
-class Threshold(_Sparse):
+class Threshold(_Sparse, name="threshold"):
     """Elements whose magnitude is above ``threshold``."""
 
     each_parameter = False
@@ -139,7 +139,7 @@ class Threshold(_Sparse):
         return counts.tolist(), indices, values
 
 
-class GuardedThreshold(Threshold):
+class GuardedThreshold(Threshold, name="guarded_threshold", whole_units=True):
     """Elements above ``threshold``, but at least ``compress_ratio`` of them: the largest."""
 
     each_parameter = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fusedpg.compress._base import Compensated, Compressor, Context, Payload
+from fusedpg.compress._base import BY_NAME, Compensated, Compressor, Context, Payload
 from fusedpg.compress._dense import FP16, NoneCompressor
 from fusedpg.compress._low_rank import PowerSGD
 from fusedpg.compress._quantisers import QSGD, Natural, TernGrad
@@ -31,21 +31,3 @@ __all__ = [
     "Threshold",
     "TopK",
 ]
-
-BY_NAME: dict[str, type[Compressor]] = {
-    "none": NoneCompressor,
-    "fp16": FP16,
-    "topk": TopK,
-    "randomk": RandomK,
-    "threshold": Threshold,
-    "guarded_threshold": GuardedThreshold,
-    "dgc": DGC,
-    "qsgd": QSGD,
-    "terngrad": TernGrad,
-    "signsgd": SignSGD,
-    "signum": Signum,
-    "efsignsgd": EFSignSGD,
-    "onebit": OneBit,
-    "natural": Natural,
-    "powersgd": PowerSGD,
-}

@@ -52,7 +52,10 @@ class Memory:
 
     def state(self, name: str) -> Tensor:
         if self._piece is None:
-            raise RuntimeError("state() is for compensate() and update()")
+            raise RuntimeError(
+                f"{type(self).__name__}.state() was called outside of compensate() and update(): a "
+                "state belongs to the gradient that these two are called with; call it there"
+            )
         return in_shape(self._piece.state(name), self._piece)
 
     def encode(self, compressor: Compressor, grad: Gradient, piece: Piece) -> Encoded:
@@ -165,9 +168,9 @@ class DGCMemory(Memory):
         self.momentum_masking = momentum_masking
         if gradient_clipping is True:
             raise ValueError(
-                "gradient_clipping is a norm here, got True, with which GRACE bounds elements by "
-                "the root of the mean of the ranks' sums of squares, which hardly any element "
-                "exceeds: give a number, or 0 for no clipping"
+                "gradient_clipping must be a number, the largest norm of a gradient, got True: "
+                "GRACE then bounds each element by the root of the mean of the ranks' sums of "
+                "squares, which hardly any element exceeds. Give a number, or 0 for no clipping"
             )
         self.momentum = momentum
         self.gradient_clipping = 0.0 if gradient_clipping is False else gradient_clipping

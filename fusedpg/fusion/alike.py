@@ -65,7 +65,7 @@ class Mark(NamedTuple):
 NO_MARK = Mark(0, 0)  # of a call whose first operation says all of it
 
 
-def mark(program: Program, arguments: Mapping[str, Any]) -> Mark:
+def mark(program: Program, arguments: Mapping[str, object]) -> Mark:
     text = "\n".join(_numbers(program, arguments)).encode()
     digests = _program(program), hashlib.blake2b(text, digest_size=8).digest()
     return Mark(*(int.from_bytes(digest, "little") for digest in digests))
@@ -89,7 +89,7 @@ def equal(reduced: list[float], world_size: int, op: str) -> bool:
 
 
 def difference(
-    program: Program, arguments: Mapping[str, Any], group: dist.ProcessGroup
+    program: Program, arguments: Mapping[str, object], group: dist.ProcessGroup
 ) -> dist.DistBackendError:
     """What is raised on all ranks, which ask each other how they differ."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)

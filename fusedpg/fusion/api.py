@@ -62,7 +62,7 @@ class Pending:
     def __init__(
         self,
         run: Run,
-        finish: Callable[[list[torch.Tensor]], Any],
+        finish: Callable[[list[torch.Tensor]], object],
         told: telling,
     ) -> None:
         """`told`: the context in which each part of the call is done."""
@@ -70,10 +70,10 @@ class Pending:
         self._run = run
         self._finish = finish
         self._lock = threading.Lock()
-        self._work: Any = None
+        self._work: object = None
         self._done = False
         self._error: BaseException | None = None
-        self._result: Any = None
+        self._result: object = None
         self._advance()
 
     def _advance(self) -> None:
@@ -117,7 +117,7 @@ class FusedFunction:
 
     def __init__(
         self,
-        function: Callable[..., Any],
+        function: Callable[..., object],
         transformations: tuple[Transformation, ...] | None = None,
         backward: tuple[Transformation, ...] | None = None,
         *,
@@ -130,12 +130,12 @@ class FusedFunction:
         self._transformations = transformations
         self._backward = backward
         self._auto = auto
-        self._cache: dict[Any, Any] = {}
+        self._cache: dict[object, object] = {}
         # What the tuner chose. By group, so that all its ranks have and drop the same.
-        self._tuned: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, Any]] = (
+        self._tuned: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, object]] = (
             weakref.WeakKeyDictionary()
         )
-        self._reports: dict[Any, Report] = {}
+        self._reports: dict[object, Report] = {}
         self._earlier = EarlierCalls(self._signature, self._captured)
         self._lock = _fork.rlock()
         self._handle = register(self)
@@ -179,10 +179,10 @@ class FusedFunction:
     def program(
         self,
         /,
-        *args: Any,
+        *args: object,
         group: dist.ProcessGroup | None = None,
         world_size: int = 0,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> Program:
         """The program for these arguments, before any transformation.
 
@@ -192,7 +192,7 @@ class FusedFunction:
         ranks = Ranks(None, world_size, 0, "") if world_size else Ranks.of(group)
         return self._traced(self._signature.bind(args, kwargs), ranks)
 
-    def schedule(self, /, *args: Any, **kwargs: Any) -> Schedule:
+    def schedule(self, /, *args: object, **kwargs: Any) -> Schedule:
         """How a call with these arguments is carried out; arguments as for `program`."""
         if not kwargs.get("world_size"):
             rest = {name: value for name, value in kwargs.items() if name != "world_size"}
@@ -204,11 +204,11 @@ class FusedFunction:
         one_host = bool(kwargs.get("world_size")) or Ranks.of(kwargs.get("group")).one_host
         return self._chosen(program, one_host)
 
-    def schedules(self, /, *args: Any, **kwargs: Any) -> list[Schedule]:
+    def schedules(self, /, *args: object, **kwargs: Any) -> list[Schedule]:
         """The legal schedules for these arguments, the program as written first."""
         return schedules(self.program(*args, **kwargs))
 
-    def generated(self, /, *args: Any, device: str = "", **kwargs: Any) -> str:
+    def generated(self, /, *args: object, device: str = "", **kwargs: object) -> str:
         """The C++ or CUDA source that a call runs, or why there is none; else as for `program`.
 
         Args:
@@ -220,7 +220,7 @@ class FusedFunction:
         return generated(self.schedule(*args, **kwargs).program, device)
 
     def derivative(
-        self, /, *args: Any, wrt: Sequence[str] | None = None, world_size: int = 0, **kwargs: Any
+        self, /, *args: object, wrt: Sequence[str] | None = None, world_size: int = 0, **kwargs: Any
     ) -> Derived:
         """The backward as a program, and what the forward keeps for it; arguments as for `program`.
 
@@ -277,7 +277,7 @@ class FusedFunction:
                 check_part(node, node.name, values[node.name], ranks)
         return program
 
-    def _key(self, values: Mapping[str, Any], ranks: Ranks, device: str = "") -> Any:
+    def _key(self, values: Mapping[str, object], ranks: Ranks, device: str = "") -> Any:
         """What a program is found by. `device`: its type; else that of the tensors."""
         arguments = tuple(
             (value.shape, value.dtype)
@@ -288,7 +288,7 @@ class FusedFunction:
         state = ambient(device or device_of(values))
         return ranks.size, ranks.rank, ranks.name, arguments, state, self._captured()
 
-    def _cached(self, key: Any, make: Callable[[], Any]) -> Any:
+    def _cached(self, key: object, make: Callable[[], object]) -> Any:
         found = self._cache.get(key)
         if found is None:
             with self._lock:
@@ -300,16 +300,16 @@ class FusedFunction:
                     self._cache[key] = found
         return found
 
-    def _cached_program(self, key: Any, values: Mapping[str, Any], ranks: Ranks) -> Program:
+    def _cached_program(self, key: object, values: Mapping[str, object], ranks: Ranks) -> Program:
         return cast("Program", self._cached((key, "program"), lambda: self._traced(values, ranks)))
 
-    def _choice(self, key: Any, ranks: Ranks) -> Any:
+    def _choice(self, key: object, ranks: Ranks) -> Any:
         """What the tuner has chosen for calls of a key."""
         if ranks.group is None or not self._tuned:
             return None
         return self._tuned.get(ranks.group, {}).get(key)
 
-    def _choose(self, key: Any, ranks: Ranks, choice: Any, report: Report) -> None:
+    def _choose(self, key: object, ranks: Ranks, choice: Any, report: Report) -> None:
         assert ranks.group is not None
         # They are of what was chosen before.
         self._earlier = EarlierCalls(self._signature, self._captured)
@@ -322,7 +322,7 @@ class FusedFunction:
             kept[key] = value
 
     def _lookup(
-        self, values: Mapping[str, Any], ranks: Ranks, targets: Sequence[torch.Tensor] | None
+        self, values: Mapping[str, object], ranks: Ranks, targets: Sequence[torch.Tensor] | None
     ) -> Schedule:
         key = self._key(values, ranks)
         found: Schedule | None = self._choice(key, ranks)
@@ -335,7 +335,7 @@ class FusedFunction:
         return found
 
     def _differentiable(
-        self, values: Mapping[str, Any], ranks: Ranks, wrt: tuple[str, ...]
+        self, values: Mapping[str, object], ranks: Ranks, wrt: tuple[str, ...]
     ) -> Differentiable:
         def make() -> Differentiable:
             program = self._traced(values, ranks)
@@ -360,12 +360,12 @@ class FusedFunction:
     def tune(
         self,
         /,
-        *args: Any,
+        *args: object,
         group: dist.ProcessGroup | None = None,
         into: torch.Tensor | Sequence[torch.Tensor | Sequence[torch.Tensor]] | None = None,
         seconds: float = SECONDS,
         again: bool = False,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> Report:
         """Times the legal schedules on these arguments; later calls like it take the fastest.
 
@@ -400,7 +400,7 @@ class FusedFunction:
 
     def _tune(
         self,
-        values: Mapping[str, Any],
+        values: Mapping[str, object],
         ranks: Ranks,
         wrt: tuple[str, ...],
         targets: Sequence[torch.Tensor] | None,
@@ -437,11 +437,11 @@ class FusedFunction:
     def __call__(
         self,
         /,
-        *args: Any,
+        *args: object,
         group: dist.ProcessGroup | None = None,
         async_op: bool = False,
         stages: dist.ProcessGroup | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> Any:
         """Runs the program on this rank's tensors.
 
@@ -465,10 +465,10 @@ class FusedFunction:
         self,
         targets: torch.Tensor | Sequence[torch.Tensor | Sequence[torch.Tensor]],
         /,
-        *args: Any,
+        *args: object,
         group: dist.ProcessGroup | None = None,
         async_op: bool = False,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> Any:
         """As a call, and the results are written into `targets`, which may be arguments.
 
@@ -488,8 +488,8 @@ class FusedFunction:
     @torch._disable_dynamo
     def _into_lists(
         self,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
         group: dist.ProcessGroup | None,
         async_op: bool,
         listed: list[Any],
@@ -512,7 +512,10 @@ class FusedFunction:
     # --- as an operation of torch.compile ----------------------------------------------------
 
     def _as_operation(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], group: dist.ProcessGroup | None
+        self,
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+        group: dist.ProcessGroup | None,
     ) -> Any:
         """A call in what torch.compile traces: of it these lines alone are seen."""
         given = list(args)
@@ -544,7 +547,7 @@ class FusedFunction:
         count, single, _ = marker.shape
         return outputs[0] if single else tuple(outputs[:count])
 
-    def bound(self, given: tuple[Any, ...]) -> dict[str, Any]:
+    def bound(self, given: tuple[object, ...]) -> dict[str, object]:
         """Arguments by name, as a call checks them."""
         return self._signature.bind(given, {})
 
@@ -559,7 +562,7 @@ class FusedFunction:
 
     def derived(
         self,
-        values: Mapping[str, Any],
+        values: Mapping[str, object],
         group: dist.ProcessGroup | None,
         wrt: tuple[str, ...],
         device: str,
@@ -581,7 +584,7 @@ class FusedFunction:
         return found
 
     def planned(
-        self, values: Mapping[str, Any], group: dist.ProcessGroup | None, wrt: tuple[str, ...]
+        self, values: Mapping[str, object], group: dist.ProcessGroup | None, wrt: tuple[str, ...]
     ) -> tuple[Differentiable | None, Program, tuple[dist.ProcessGroup, int]]:
         """How a call is carried out, and where."""
         ranks = Ranks.of(group)
@@ -594,8 +597,8 @@ class FusedFunction:
 
     def _start(
         self,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
         group: dist.ProcessGroup | None,
         async_op: bool,
         targets: list[torch.Tensor] | None,
@@ -645,11 +648,11 @@ class FusedFunction:
 
     def _prepared(
         self,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
         group: dist.ProcessGroup | None,
         targets: list[torch.Tensor] | None,
-    ) -> tuple[Mapping[str, Any], Ranks, tuple[str, ...], Differentiable | None, Program]:
+    ) -> tuple[Mapping[str, object], Ranks, tuple[str, ...], Differentiable | None, Program]:
         """A call's arguments by name, where it runs, which of them need gradients, and by what."""
         values = self._signature.bind(args, kwargs)
         for name, value in values.items():
@@ -678,8 +681,8 @@ class FusedFunction:
 
     def _refused(
         self,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
         group: dist.ProcessGroup | None,
         stages: dist.ProcessGroup | None,
         error: Exception,
@@ -710,7 +713,7 @@ class FusedFunction:
             give_up(ends(graph), stages, torch.device(device_of(given)), error)
 
 
-def device_of(values: Mapping[str, Any]) -> str:
+def device_of(values: Mapping[str, object]) -> str:
     """The type of device that the tensors are on."""
     for value in values.values():
         for one in value if isinstance(value, (list, tuple)) else (value,):
@@ -719,7 +722,7 @@ def device_of(values: Mapping[str, Any]) -> str:
     return "cpu"
 
 
-def _requiring_grad(values: Mapping[str, Any]) -> tuple[str, ...]:
+def _requiring_grad(values: Mapping[str, object]) -> tuple[str, ...]:
     return tuple(
         name
         for name, value in values.items()
@@ -749,12 +752,12 @@ def _schedule(
 
 @overload
 def fuse(
-    function: Callable[..., Any], *, schedule: Literal["auto"] | None = ...
+    function: Callable[..., object], *, schedule: Literal["auto"] | None = ...
 ) -> FusedFunction: ...
 @overload
 def fuse(*, schedule: Literal["auto"] | None = ...) -> Callable[..., FusedFunction]: ...
 def fuse(
-    function: Callable[..., Any] | None = None, *, schedule: Literal["auto"] | None = None
+    function: Callable[..., object] | None = None, *, schedule: Literal["auto"] | None = None
 ) -> FusedFunction | Callable[..., FusedFunction]:
     """A function of tensors in which collectives and elementwise operations are one program.
 

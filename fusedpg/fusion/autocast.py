@@ -36,10 +36,10 @@ class _Log(TorchDispatchMode):
         super().__init__()
         self._given = {id(tensor): number for number, tensor in enumerate(given)}
         self.casts: dict[int, torch.dtype] = {}
-        self.operations: list[tuple[Any, ...]] = []
+        self.operations: list[tuple[object, ...]] = []
 
     def __torch_dispatch__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        self, function: Any, types: object, args: tuple[object, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         result = function(*args, **kwargs)
@@ -69,9 +69,9 @@ def casts(*call: Any) -> list[torch.dtype | None]:
 
 
 def _casts(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    function: Callable[..., object],
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
     device: str,
     dtype: torch.dtype,
 ) -> list[torch.dtype | None]:

@@ -42,7 +42,7 @@ def kept_values(
     ]
 
 
-def numbers_of(plan: Differentiable, values: Mapping[str, Any]) -> dict[str, Any]:
+def numbers_of(plan: Differentiable, values: Mapping[str, object]) -> dict[str, object]:
     return {name: values[source] for name, source in plan.derived.numbers}
 
 
@@ -50,7 +50,7 @@ def run_backward(
     plan: Differentiable,
     place: Place,
     kept: Sequence[torch.Tensor],
-    numbers: Mapping[str, Any],
+    numbers: Mapping[str, object],
     gradients: Sequence[torch.Tensor],
     stages: dist.ProcessGroup | None = None,
 ) -> dict[str, torch.Tensor]:
@@ -75,7 +75,7 @@ class Attach(torch.autograd.Function):
         plan: Differentiable,
         place: Place,
         stages: dist.ProcessGroup | None,
-        values: Mapping[str, Any],
+        values: Mapping[str, object],
         names: tuple[str, ...],
         results: Sequence[torch.Tensor],
         *tensors: torch.Tensor,
@@ -108,7 +108,7 @@ class Attach(torch.autograd.Function):
 def attach(
     plan: Differentiable,
     place: Place,
-    values: Mapping[str, Any],
+    values: Mapping[str, object],
     results: list[torch.Tensor],
     stages: dist.ProcessGroup | None = None,
 ) -> list[torch.Tensor]:

@@ -84,7 +84,7 @@ class Builder:
         /,
         *,
         name: str | None = None,
-        **attributes: Any,
+        **attributes: object,
     ) -> Node:
         node = Node(
             op,
@@ -195,7 +195,7 @@ class Builder:
         return result
 
     def _infer(
-        self, op: str, operands: Sequence[Node], attributes: dict[str, Any]
+        self, op: str, operands: Sequence[Node], attributes: dict[str, object]
     ) -> tuple[tuple[int, ...], torch.dtype]:
         """Shape and type, by asking torch."""
         if op == "dropout":
@@ -325,7 +325,7 @@ class Builder:
         """The all_gathers that a Shard operand got beside a Replicate one, and nobody wrote."""
         return frozenset(node for node in self._converted.values() if node.op == "all_gather")
 
-    def broadcast(self, x: Node, src: Any) -> Node:
+    def broadcast(self, x: Node, src: object) -> Node:
         if not isinstance(x, Node) or x.layout not in (PARTIAL, REPLICATE):
             self.fail("broadcast takes a tensor that is Partial or Replicate: each rank's own")
         if type(src) is not int or not 0 <= src < self.world_size:
@@ -336,7 +336,7 @@ class Builder:
 
     # --- messages to other stages ------------------------------------------------------------
 
-    def send(self, x: Node, dst: Any, tag: Any, **attributes: Any) -> Node:
+    def send(self, x: Node, dst: object, tag: object, **attributes: Any) -> Node:
         if not isinstance(x, Node) or x.scalar:
             self.fail("send takes a tensor")
         if x.layout not in (REPLICATE, SHARD):
@@ -347,7 +347,7 @@ class Builder:
             "send", (x,), REPLICATE, (), torch.float32, dst=place, tag=tag, **attributes
         )
 
-    def recv(self, like: Node, src: Any, tag: Any) -> Node:
+    def recv(self, like: Node, src: object, tag: object) -> Node:
         if not isinstance(like, Node) or like.op != "input" or like.layout != REPLICATE:
             self.fail("recv takes an argument that is Replicate, for shape and type of what comes")
         place = self._stage("src", src, "previous")
@@ -371,14 +371,14 @@ class Builder:
         self.flexible.add(result)
         return result
 
-    def _stage(self, key: str, given: Any, usual: str) -> int | str:
+    def _stage(self, key: str, given: object, usual: str) -> int | str:
         if given in (None, "next", "previous"):
             return given or usual
         if type(given) is not int or given < 0:
             self.fail(f"{key} is a stage, from 0, that is known while tracing, got {given!r}")
         return given
 
-    def _check_tag(self, tag: Any) -> None:
+    def _check_tag(self, tag: object) -> None:
         if type(tag) is not int or not 0 <= tag < TAGS:
             self.fail(f"a tag is a number below {TAGS} that is known while tracing, got {tag!r}")
 

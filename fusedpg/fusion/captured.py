@@ -102,13 +102,13 @@ class _Reader:
         self.items: list[Hashable] = []
         self.lookups: list[_Lookup] = []
         self.kept = True  # whether what was read may be held
-        self._seen: set[Any] = set()
+        self._seen: set[object] = set()
         self._names: dict[str, None] = {}  # of all codes
         # Modules and classes that are values: any name of any code may be read from them.
-        self._spaces: dict[Any, str] = {}
+        self._spaces: dict[object, str] = {}
         self._of = function
         self._function("", function)
-        looked: set[tuple[Any, str]] = set()
+        looked: set[tuple[object, str]] = set()
         while waiting := [
             (space, name)
             for space in self._spaces
@@ -126,7 +126,7 @@ class _Reader:
             f"{line_of(self._of)}: {reason}. Pass numbers and tensors as arguments"
         )
 
-    def _look(self, get: Callable[[str, Any], Any], name: str) -> Any:
+    def _look(self, get: Callable[[str, object], object], name: str) -> Any:
         value = get(name, _NOTHING)
         self.lookups.append((get, name, value))
         return value
@@ -162,7 +162,7 @@ class _Reader:
                 self._refuse(f"`{path[0]}` reads what could change unnoticed")
         self._of = before
 
-    def _follow(self, path: Path, value: Any) -> None:
+    def _follow(self, path: Path, value: object) -> None:
         """Through modules and classes, whose contents may change, to what is read."""
         title, own = path[0], True
         for name in path[1:]:
@@ -192,7 +192,7 @@ class _Reader:
                 return value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
         return _NOTHING
 
-    def _value(self, title: str, value: Any, own: bool = True) -> None:
+    def _value(self, title: str, value: object, own: bool = True) -> None:
         """`own`: whether it is read from a function, module or class of the user's."""
         if isinstance(value, types.FunctionType) and is_users(value.__code__.co_filename):
             if not own or _is_installed(value.__code__.co_filename):
@@ -210,7 +210,7 @@ class _Reader:
                 f"`{self._of.__name__}`: what is read from it would be read once"
             )
 
-    def _known(self, title: str, value: Any) -> bool:
+    def _known(self, title: str, value: object) -> bool:
         """What needs no look inside of it; whether it is such."""
         if _plain(value):
             self.items.append((title, type(value), repr(value)))  # 0.0 equals -0.0, and 1 True
@@ -234,7 +234,7 @@ class _Reader:
             return False
         return True
 
-    def _installed(self, title: str, value: Any) -> None:
+    def _installed(self, title: str, value: object) -> None:
         """A function or class of torch, Python or another package."""
         module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
         if isinstance(value, types.BuiltinFunctionType) and not isinstance(module, str):
@@ -250,7 +250,7 @@ class _Reader:
         self.items.append((title, (module, name) if name else value))
 
 
-def _called_by_itself(space: Any) -> tuple[str, ...]:
+def _called_by_itself(space: object) -> tuple[str, ...]:
     """The functions of a class that Python calls, without their names in the code."""
     if not isinstance(space, type) or not _is_own(space):
         return ()
@@ -258,8 +258,8 @@ def _called_by_itself(space: Any) -> tuple[str, ...]:
     return tuple(n for n, f in own if n.startswith("__") and isinstance(f, types.FunctionType))
 
 
-def _content(cell: types.CellType) -> Callable[[str, Any], Any]:
-    def get(name: str, default: Any) -> Any:
+def _content(cell: types.CellType) -> Callable[[str, object], object]:
+    def get(name: str, default: object) -> Any:
         try:
             return cell.cell_contents
         except ValueError:  # not bound yet
@@ -268,7 +268,7 @@ def _content(cell: types.CellType) -> Callable[[str, Any], Any]:
     return get
 
 
-def _is_own(space: Any) -> bool:
+def _is_own(space: object) -> bool:
     """Whether a module, class or function is the user's, not installed: its contents may change."""
     if isinstance(space, types.FunctionType):
         return not _is_installed(space.__code__.co_filename)
@@ -284,16 +284,16 @@ def _is_installed(file: str) -> bool:
     return not is_users(file) or file.startswith(_INSTALLED)
 
 
-def _pure(module: Any) -> bool:
+def _pure(module: object) -> bool:
     """By the name of a function's module; one without a name is torch's or of C."""
     return not isinstance(module, str) or module.split(".")[0] in _PURE
 
 
-def _of_torch(value: Any) -> bool:
+def _of_torch(value: object) -> bool:
     return (getattr(value, "__module__", None) or "").split(".")[0] in ("torch", "fusedpg")
 
 
-def _plain(value: Any) -> bool:
+def _plain(value: object) -> bool:
     if isinstance(value, tuple):
         return all(_plain(item) for item in value)
     return isinstance(value, _PLAIN)

@@ -20,16 +20,16 @@ from collections.abc import Sequence
 import torch
 
 from fusedpg.fusion.codegen import (
-    _CALLS,
-    _MATH,
-    _POWERS,
+    CALLS,
+    MATH,
+    POWERS,
     Source,
     Unsupported,
-    _computed,
-    _stored,
-    _Writer,
-    header,
+    computed_type,
+    stored_type,
 )
+from fusedpg.fusion.codegen_collective import CollectiveWriter
+from fusedpg.fusion.codegen_loop import Sink, indented
 from fusedpg.fusion.ir import Group, Node, Program
 
 ENTRY = "fusedpg_program_1"
@@ -37,29 +37,42 @@ ENTRY = "fusedpg_program_1"
 _MOST_PARAMETERS = 512
 
 
-class _CudaWriter(_Writer):
-    calls = _CALLS | {
+class _CudaWriter(CollectiveWriter):
+    calls = CALLS | {
         "abs": "absolute({0})",
         "sqrt": "root({0})",
         "rsqrt": "1 / root({0})",
     }
-    powers = _POWERS | {0.5: "root({0})"}
+    powers = POWERS | {0.5: "root({0})"}
+    _suffix = "cuh"
 
-    # --- what is loaded: `_before` is once a thread, `_loads` of the element i -------------------
+    def _begin_loop(self) -> None:
+        super()._begin_loop()
+        self._parameter_of: dict[Node, str] = {}
 
-    def _load_one(self, node: Node, place: int) -> None:
-        text = f"load({self._parameter(place)})"
-        self._before.append(f"const {_computed(node.dtype)} {self._names[node]} = {text};")
+    def _cut(self) -> None:
+        return None  # rows are no slices of its own elements
 
-    def _load_pattern(self, node: Node, place: int, function: str) -> None:
+    # --- sources: `_before` is once a thread, `_loads` of the element i ---------------------------
+
+    def _pointer(self, node: Node, number: int) -> None:
+        self._parameter_of[node] = f"{list(self._operands)[number].name}_in"
+
+    def _load_number(self, node: Node) -> None:
+        text = f"load({self._parameter_of[node]})"
+        self._before.append(f"const {computed_type(node.dtype)} {self._names[node]} = {text};")
+
+    def _load_elements(self, node: Node) -> None:
+        self._loads[node] = f"{self._parameter_of[node]}[i]"
+
+    def _load_repeated(self, node: Node, function: str, period: int) -> None:
         index = f"{function}(begin + i, period{len(self._periods)})"
-        self._loads[node] = f"{self._parameter(place)}[{index}]"
+        self._loads[node] = f"{self._parameter_of[node]}[{index}]"
+        self._periods.append(period)
 
-    def _load_slice(self, node: Node, place: int) -> None:
-        self._loads[node] = f"{self._parameter(place)}[i]"
-
-    def _sum(self, node: Node) -> str:
-        return "sum[i]"
+    def _sum(self) -> str:
+        self._loads[self._scatter] = "sum[i]"
+        return self._averaged(f"load({self._names[self._scatter]}raw + k)")
 
     def _take_number(self, node: Node, number: int) -> None:
         pass  # a parameter has its name
@@ -73,38 +86,36 @@ class _CudaWriter(_Writer):
         text = super()._number(node)
         return text.replace("NAN", "nan()").replace("INFINITY", "infinity()")
 
-    def _parameter(self, place: int) -> str:
-        return f"{list(self._operands)[place].name}_in"
+    def _deliver(self, number: int, node: Node, value: Node) -> None:
+        if value is not node and node.dtype == torch.bool:
+            raise Unsupported("a mask that all ranks get")
+        sink = Sink(f"store({node.name}_out + i, {self._names[value]});")
+        self._sinks.setdefault(value, []).append(sink)
 
     # --- the kernel ------------------------------------------------------------------------------
 
-    def _body(
-        self, order: list[Node], sinks: list[tuple[int, Node, Node]], sums: Sequence[Node] = ()
-    ) -> list[str]:
-        arrays, loads, lines = [], [], []
-        for node, text in self._loads.items():
-            name = self._names[node]
-            kind = self._wide() if node is self._scatter else _stored(node)
-            arrays.append(f"{kind} {name}raw[kItems];")
-            loads.append(f"{name}raw[k] = {text};")
-            value = f"load({name}raw + k)"
-            if node is self._scatter:
-                value = self._averaged(value)
-            lines.append(f"const {_computed(node.dtype)} {name} = {value};")
+    def _passes(self, order: list[Node]) -> list[str]:
+        computed = []
         for node in order:
-            kind, text = _computed(node.dtype), ""
-            if node.op in _MATH:
+            kind, text = computed_type(node.dtype), ""
+            if node.op in MATH:
                 assert node.dtype is not None
                 call = f"{self._function(node)}({self._names[node.operands[0]]})"
                 text = self._rounded(call, node.dtype)
             else:
                 text = self._expression(node)
-            where = f"  // {node.source}" if node.source else ""
-            lines.append(f"const {kind} {self._names[node]} = {text};{where}")
-        for _, node, result in sinks:
-            if result is not node and node.dtype == torch.bool:
-                raise Unsupported("a mask that all ranks get")
-            lines.append(f"store({node.name}_out + i, {self._names[result]});")
+            computed.append(f"const {kind} {self._names[node]} = {text};{self._where(node)}")
+        arrays, loads, lines = [], [], []
+        for node, text in self._loads.items():
+            name = self._names[node]
+            kind = self._wide() if node is self._scatter else stored_type(node)
+            arrays.append(f"{kind} {name}raw[kItems];")
+            loads.append(f"{name}raw[k] = {text};")
+            if node is not self._scatter:
+                value = f"load({name}raw + k)"
+                lines.append(f"const {computed_type(node.dtype)} {name} = {value};")
+        lines += computed
+        lines += [sink.store for sinks in self._sinks.values() for sink in sinks]
         each = [
             "#pragma unroll",
             "for (u32 k = 0; k < kItems; ++k) {",
@@ -114,16 +125,16 @@ class _CudaWriter(_Writer):
         return [
             *arrays,
             *each,
-            *("    " + line for line in loads),
+            *indented(indented(loads)),
             *("  }", "}"),
             *each,
-            *("    " + line for line in lines),
+            *indented(indented(lines)),
             *("  }", "}"),
         ]
 
     @staticmethod
     def _function(node: Node) -> str:
-        return _Writer._function(node).split("<")[0]
+        return CollectiveWriter._function(node).split("<")[0]
 
     def _parameters(self) -> list[str]:
         reduction = self._scatter.attribute("op")
@@ -131,8 +142,8 @@ class _CudaWriter(_Writer):
         return [
             "const bool* skip",
             f"const {self._wide()}* sum /* over the ranks: {reduction} */",
-            *(f"const {_stored(node)}* {node.name}_in" for node in self._operands),
-            *(f"{_stored(node)}* {node.name}_out" for node, _ in self._outputs()),
+            *(f"const {stored_type(node)}* {node.name}_in" for node in self._operands),
+            *(f"{stored_type(node)}* {node.name}_out" for node, _ in self._outputs()),
             *(f"double {names[node]}" for node in self._numbers),
             *(f"double {names[x]}_{part}" for x in self._dropouts for part in ("from", "scale")),
             *(f"u64 seed{number}" for number in range(len(self._seeds))),
@@ -141,7 +152,10 @@ class _CudaWriter(_Writer):
             "u64 count",
         ]
 
-    def _text_of_file(self, body: list[str], math_needed: bool) -> str:
+    def _function_body(self, body: list[str], empty: Sequence[str] = ()) -> list[str]:
+        return body
+
+    def _file(self, bodies: list[list[str]]) -> str:
         parameters = self._parameters()
         if len(parameters) > _MOST_PARAMETERS:
             raise Unsupported("a kernel of so many parameters")
@@ -151,15 +165,14 @@ class _CudaWriter(_Writer):
             "  if (*skip) {",
             "    return;",
             "  }",
-            *("  " + line for line in self._before),
+            *indented(self._before),
             "  for (u64 tile = u64(blockIdx.x) * kTile; tile < count; "
             "tile += u64(gridDim.x) * kTile) {",
-            *("    " + line for line in body),
+            *indented(indented(bodies[0])),
             "  }",
             "}",
         ]
-        head = header("program.cuh") + (header("math.cuh") if math_needed else "")
-        return "\n".join([*self._comment(), "", head, *kernel, ""])
+        return "\n".join([*self._comment(), "", self._headers(), *kernel, ""])
 
 
 def generate_cuda(group: Group, nodes: tuple[Node, ...], program: Program) -> Source:

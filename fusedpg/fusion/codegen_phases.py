@@ -11,17 +11,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fusedpg.fusion.codegen import (
-    _MATH,
-    _MOST_SOURCES,
-    AS_IS,
+    FOLDED,
+    MATH,
     Phases,
     Source,
     Unsupported,
-    _computed,
-    _stored,
-    _Writer,
-    header,
+    computed_type,
+    stored_type,
 )
+from fusedpg.fusion.codegen_collective import AS_IS, CollectiveWriter
+from fusedpg.fusion.codegen_loop import Sink, operands_of
 from fusedpg.fusion.ir import LOCAL_REDUCTIONS, REPLICATE, SHARD, Group, Node, Program
 
 _MOST_SUMS = 64  # behind a phase
@@ -33,19 +32,18 @@ def of_phases(nodes: tuple[Node, ...]) -> bool:
     return not LOCAL_REDUCTIONS.keys().isdisjoint({node.op for node in nodes})
 
 
-class _PhaseWriter(_Writer):
+class _PhaseWriter(CollectiveWriter):
     def __init__(self, group: Group, nodes: tuple[Node, ...], program: Program) -> None:
         super().__init__(group, nodes, program)
         self._phase: dict[Node, int] = {}  # in which a value is computed
         self._numbered: dict[Node, int] = {}  # sums, in the order in which ranks combine them
         self._kept: dict[Node, int] = {}
         self._read_last: dict[Node, int] = {}  # operands, and the last phase that reads each
-        self._single_outputs: dict[Node, int] = {}
         self._current = 0
         for node in self._nodes:
             self._add(node)
         self._last = max(self._phase.values())
-        self._written = self._outputs()
+        self._written = self._results()
 
     # --- what is computed when ------------------------------------------------------------------
 
@@ -65,15 +63,15 @@ class _PhaseWriter(_Writer):
         elif node.op == "all_reduce":
             self._phase[node] = before + 1
             fits = node.operands[0].op in LOCAL_REDUCTIONS
-        elif self._single(node):
-            fits = all(x.scalar or self._single(x) for x in node.operands)
+        elif self._is_number(node):
+            fits = all(x.scalar or self._is_number(x) for x in node.operands)
         else:
             fits = node.pointwise and node.layout == SHARD and node.shape == domain
             fits &= self._alias(node) or not self._of_inside(node)
         if not fits:
             raise Unsupported(f"`{node.op}` beside a sum over the ranks")
 
-    def _single(self, node: Node) -> bool:
+    def _is_number(self, node: Node) -> bool:
         """Whether it is one number, which all ranks have."""
         return node.layout == REPLICATE and node.numel == 1 and node.op != "all_gather"
 
@@ -83,31 +81,27 @@ class _PhaseWriter(_Writer):
 
     def _alias(self, node: Node) -> bool:
         """A slice of one number is that number."""
-        return self._of_inside(node) and self._single(node.operands[0])
+        return self._of_inside(node) and self._is_number(node.operands[0])
 
     def _sums(self, phase: int) -> list[Node]:
         return [x for x in self._nodes if x.op in LOCAL_REDUCTIONS and self._phase[x] == phase]
 
-    def _sinks(self, phase: int) -> list[tuple[int, Node, Node]]:
+    def _sinks_of(self, phase: int) -> list[tuple[int, Node, Node]]:
         """Results of a phase, and what it keeps."""
-        found = []
-        for number, (node, whole) in enumerate(self._written):
-            value = node.operands[0] if whole else node
-            if self._phase.get(value, 0) == phase and not self._single(node):
-                found.append((number, node, value))
-        found += [
+        results = [
+            (number, node, value)
+            for number, node, value in self._written
+            if self._phase.get(value, 0) == phase and not self._is_number(node)
+        ]
+        return results + [
             (len(self._written) + number, node, node)
             for node, number in self._kept.items()
             if self._phase[node] == phase
         ]
-        return found
 
-    def _stored_in(self, node: Node) -> int | None:
+    def _result_of(self, node: Node) -> int | None:
         """The result in which this rank's elements of a value are."""
-        for number, (result, whole) in enumerate(self._written):
-            if node is (result.operands[0] if whole else result):
-                return number
-        return None
+        return next((number for number, _, value in self._written if value is node), None)
 
     def _plan(self, phase: int) -> list[Node]:
         """What a phase computes of elements, operands first: its own, and again what it needs."""
@@ -115,51 +109,50 @@ class _PhaseWriter(_Writer):
         stack = self._ends(phase)
         while stack:
             node = stack.pop()
-            if node in wanted or self._outer(node) or node.scalar or self._single(node):
+            if node in wanted or self._outer(node) or node.scalar or self._is_number(node):
                 continue
             if self._phase[node] < phase and not self._again(node, phase):
                 continue
-            if node is not self._scatter:
-                wanted.add(node)
-                stack += node.operands
+            wanted.add(node)
+            stack += operands_of(node)
         return [node for node in self._nodes if node in wanted]
 
     def _again(self, node: Node, phase: int) -> bool:
         """Whether a phase computes a value of an earlier one, rather than to read it."""
-        if self._stored_in(node) is not None or node in self._kept:
+        if self._result_of(node) is not None or node in self._kept:
             return False
         steps: set[Node] = set()
         stack = [node]
         while stack:
-            one = stack.pop()
-            if one in steps or one.scalar or self._single(one) or self._outer(one):
+            step = stack.pop()
+            if step in steps or step.scalar or self._is_number(step) or self._outer(step):
                 continue
-            if one is not node and self._stored_in(one) is not None:
+            if step is not node and self._result_of(step) is not None:
                 continue
-            if one is self._scatter or one.op in _MATH or one.op == "dropout":
+            if step is self._scatter or step.op in MATH or step.op == "dropout":
                 return False
-            steps.add(one)
-            stack += one.operands
+            steps.add(step)
+            stack += step.operands
         return len(steps) <= _MOST_AGAIN
 
     def _keep(self) -> None:
         """Finds what has to be kept: later phases first, as that is computed by earlier ones."""
         for phase in range(self._last, -1, -1):
-            values = [x for node in self._plan(phase) for x in node.operands]
+            values = [x for node in self._plan(phase) for x in operands_of(node)]
             values += self._ends(phase)
             for x in self._fetched(values, phase):
-                if self._stored_in(x) is None:
+                if self._result_of(x) is None:
                     self._kept.setdefault(x, len(self._kept))
 
     def _ends(self, phase: int) -> list[Node]:
         """The values along the slice for whose sake the phase is computed."""
-        values = [value for _, _, value in self._sinks(phase)]
+        values = [value for _, _, value in self._sinks_of(phase)]
         return values + [node.operands[0] for node in self._sums(phase)]
 
     def _fetched(self, nodes: list[Node], phase: int) -> Iterator[Node]:
         """Values of earlier phases that a phase reads from memory."""
         for x in nodes:
-            along = not (x.scalar or self._single(x) or self._outer(x))
+            along = not (x.scalar or self._is_number(x) or self._outer(x))
             if along and self._phase[x] < phase and not self._again(x, phase):
                 yield x
 
@@ -182,22 +175,21 @@ class _PhaseWriter(_Writer):
                 f"const auto {self._names[node]} = {self._names[node.operands[0]]};"
             )
             self._ready[node] = 0
-        elif self._single(node) or (not node.shape and node not in self._inside):
+        elif self._is_number(node) or (not node.shape and node not in self._inside):
             self._number_of_all(node)
-        elif self._outer(node) or (node is self._scatter and self._current == 0):
-            if self._outer(node) and node.op != "slice" and not node.layout.parted:
-                raise Unsupported("an operand that is not a slice")
-            self._load(node)
+        elif self._outer(node):
+            self._read(node)
         else:
             self._load_kept(node)
 
     def _number_of_all(self, node: Node) -> None:
         """One number: an operand, a total, or computed of such."""
         self._ready[node] = 0
-        name, kind = self._names[node], _computed(node.dtype)
+        name, kind = self._names[node], computed_type(node.dtype)
         assert node.dtype is not None
         if node not in self._inside:
-            self._load_one(node, self._operand(node, AS_IS))
+            self._pointer(node, self._operand(node, AS_IS))
+            self._load_number(node)
             return
         if node.op == "all_reduce":
             total = f"{kind}(a->totals[{self._numbered[node.operands[0]]}])"
@@ -205,24 +197,20 @@ class _PhaseWriter(_Writer):
         else:
             for operand in node.operands:
                 self._value(operand)
-            if node.op in _MATH:
-                call = f"one_of({self._names[node.operands[0]]}, {self._function(node)})"
-                text = self._rounded(call, node.dtype)
-            else:
-                text = self._expression(node)
+            text = self._one_call(node) if node.op in MATH else self._expression(node)
         self._before.append(f"const {kind} {name} = {text};")
 
     def _load_kept(self, node: Node) -> None:
         """This rank's elements of a value of an earlier phase."""
         self._ready[node] = 0
-        number = self._stored_in(node)
+        number = self._result_of(node)
         if number is None:
             number = len(self._written) + self._kept[node]
-        name, kind = self._names[node], _stored(node)
+        name, kind = self._names[node], stored_type(node)
         self._before.append(
             f"const {kind}* {name}in = static_cast<const {kind}*>(a->outputs[{number}].to[0]);"
         )
-        self._loads[node] = f"load({name}in + at + i)"
+        self._load_elements(node)
 
     # --- the function ---------------------------------------------------------------------------
 
@@ -233,89 +221,55 @@ class _PhaseWriter(_Writer):
         if any(len(self._sums(phase)) > _MOST_SUMS for phase in range(self._last)):
             raise Unsupported("so many sums over the ranks")
         self._keep()
-        parts = [(self._phase_body(phase), self._before) for phase in range(self._last + 1)]
-        text = self._text_of_phases(parts)
-        singles = tuple(self._single(node) for node, _ in self._written)
+        text = self._file([self._phase_body(phase) for phase in range(self._last + 1)])
         phases = Phases(
             tuple(
                 tuple(LOCAL_REDUCTIONS[node.op] for node in self._sums(phase))
                 for phase in range(self._last)
             ),
             tuple(node.dtype for node in self._kept if node.dtype is not None),
-            tuple(
-                self._phase.get(node.operands[0] if whole else node, 0)
-                for node, whole in self._written
-            ),
-            singles,
+            tuple(self._phase.get(value, 0) for _, _, value in self._written),
+            tuple(self._is_number(node) for _, node, _ in self._written),
             tuple(self._read_last[value] for value in self._operands),
         )
         return self._source(text, phases=phases)
 
     def _phase_body(self, phase: int) -> list[str]:
         self._current = phase
-        self._before, self._prepared, self._loads, self._ready = [], [], {}, {}
-        self._taken = set()
-        order = self._plan(phase)
-        sinks, sums = self._sinks(phase), self._sums(phase)
+        self._begin_loop()
+        order, sums = self._plan(phase), self._sums(phase)
         computed = set(order)
-        for x in [x for node in order for x in node.operands] + self._ends(phase):
+        for x in [x for node in order for x in operands_of(node)] + self._ends(phase):
             if x not in computed:
                 self._value(x)
         for node in order:
-            latest = max((self._ready[x] for x in node.operands if not x.scalar), default=0)
-            self._ready[node] = latest + (node.op in _MATH)
+            self._compute(node)
         singles = [
             (number, node)
-            for number, (node, _) in enumerate(self._written)
-            if self._single(node) and self._phase[node] == phase
+            for number, node, _ in self._written
+            if self._is_number(node) and self._phase[node] == phase
         ]
         for _, node in singles:
             self._value(node)
-        body = self._body(order, sinks, sums)
+        for number, node, value in self._sinks_of(phase):
+            self._deliver(number, node, value)
+        for number, node in enumerate(sums):
+            self._sum_up(node, f"a->sums[at / kTile * {len(sums)} + {number}]")
+        body = self._passes(order)
         stores = [
-            f"  store(static_cast<{_stored(node)}*>(a->outputs[{number}].to[0]), "
+            f"  store(static_cast<{stored_type(node)}*>(a->outputs[{number}].to[0]), "
             f"{self._names[node]});"
             for number, node in singles
         ]
-        loop = [
-            "for (uint64_t at = 0; at < count; at += kTile) {",
-            "  const uint64_t n = count - at < kTile ? count - at : kTile;",
-            *("  " + line for line in body),
-            "}",
-            "fence();",
-        ]
-        return ["if (count == 0) {", *stores, "  return;", "}", *loop]
+        return self._function_body(body, ["if (count == 0) {", *stores, "  return;", "}"])
 
-    def _text_of_phases(self, parts: list[tuple[list[str], list[str]]]) -> str:
-        math_needed = any(node.op in _MATH for node in self._nodes)
-        names = ["program.h", "rows.h", *(["math.h", "rows_math.h"] if math_needed else [])]
-        lines = [*self._comment(), "", *map(header, names)]
-        direct = "phase0<false>(a, begin, count)"
-        if self._program.world_size > _MOST_SOURCES:
-            direct = "void()"
-        cases = [f"a->num_sources == 0 ? phase0<true>(a, begin, count) : {direct};"]
-        for phase, (body, before) in enumerate(parts):
-            if self._dropouts:
-                numbers = len(self._numbers)
-                before = [f"const double* more = a->numbers + {numbers};", *before]
-            if self._periods:
-                seeds = len(self._seeds)
-                before = [f"const uint64_t* periods = a->seeds + {seeds};", *before]
-            lines += ["template <bool kFolded>"] * (phase == 0)
-            lines += [
-                f"void phase{phase}(const Args* a, uint64_t begin, uint64_t count) {{",
-                *("  " + line for line in [*before, *body]),
-                "}",
-                "",
-            ]
-            cases += [f"phase{phase}(a, begin, count);"] * (phase > 0)
-        lines += [
-            'extern "C" void fusedpg_epilogue_2(const Args* a, uint64_t begin, uint64_t count) {',
-            "  switch (a->phase) {",
-        ]
-        for phase, call in enumerate(cases):
-            lines += [f"    case {phase}:", f"      {call}", "      return;"]
-        return "\n".join([*lines, "  }", "}", ""])
+    def _sum_up(self, node: Node, total: str) -> None:
+        """Adds up a tile's elements, or the like."""
+        (value,) = node.operands
+        tile = f"{self._names[node]}summed"
+        self._buffer(computed_type(value.dtype), tile)
+        fold = f"{total} = {FOLDED[LOCAL_REDUCTIONS[node.op]]}({tile}, n);"
+        self._sinks.setdefault(value, []).append(Sink(f"{tile}[i] = {self._names[value]};", fold))
 
 
 def generate_phases(group: Group, nodes: tuple[Node, ...], program: Program) -> Source:

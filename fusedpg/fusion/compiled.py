@@ -16,9 +16,9 @@ from fusedpg._registration import load_extension
 from fusedpg.functional import _backend, shard_range
 from fusedpg.fusion import compile, nvrtc
 from fusedpg.fusion.alike import NO_MARK, Mark
-from fusedpg.fusion.codegen import AS_IS, FULL, PART, Source, Unsupported, generate
+from fusedpg.fusion.codegen import Source, Unsupported
+from fusedpg.fusion.codegen_collective import AS_IS, FULL, PART, generate, of_rows
 from fusedpg.fusion.codegen_cuda import generate_cuda
-from fusedpg.fusion.codegen_own_rows import generate_own_rows, of_rows
 from fusedpg.fusion.codegen_phases import generate_phases, of_phases
 from fusedpg.fusion.errors import FusionError
 from fusedpg.fusion.ir import PARTIAL, REPLICATE, SHARD, Group, Node, Program
@@ -45,14 +45,12 @@ class Kernel:
         # Why it runs operation by operation, as far as the program goes: on a CPU, on a GPU.
         self.reason = self.cuda_reason = ""
         self.source: Source | None = None
-        self._loaded: dict[int, Any] = {}  # by GPU: what the driver has, or 0
+        self._loaded: dict[int, object] = {}  # by GPU: what the driver has, or 0
         # What `written` found, by where the tensors of a call lie.
-        self._places: dict[tuple[Any, ...], tuple[int, ...]] = {}
+        self._places: dict[tuple[object, ...], tuple[int, ...]] = {}
         try:
-            found = generate_phases if of_phases(nodes) else generate
-            if of_rows(nodes):
-                found = generate_own_rows
-            self.source = found(group, nodes, program)
+            in_phases = of_phases(nodes) and not of_rows(nodes)
+            self.source = (generate_phases if in_phases else generate)(group, nodes, program)
         except Unsupported as unsupported:
             self.reason = self.cuda_reason = f"{unsupported} is not generated"
             _log.info("%s runs operation by operation: %s", program.name, self.reason)
@@ -86,7 +84,7 @@ class Kernel:
         on_gpu = backend.on_gpu(torch.empty(0, device=device))
         return None if on_gpu and not (on_gpus and self.cuda_source) else backend
 
-    def prepared(self, backend: Any, rank: int) -> Any:
+    def prepared(self, backend: object, rank: int) -> Any:
         """The operation on CPU tensors of what the program says, which this thread carries out."""
         source, size = self.source, self._program.world_size
         assert source is not None
@@ -110,7 +108,7 @@ class Kernel:
         assert self.source is not None
         return compile.function(self.source.text, self._name)
 
-    def on_gpu(self, source: Source, backend: Any, tensor: torch.Tensor) -> Any:
+    def on_gpu(self, source: Source, backend: object, tensor: torch.Tensor) -> Any:
         """What the driver has of the function for the GPU of a tensor, or 0."""
         device = tensor.get_device()
         if device not in self._loaded:
@@ -201,7 +199,7 @@ class Kernel:
 
 def begin(
     backend: Any,
-    function: Any,
+    function: object,
     source: Source,
     contribution: torch.Tensor,
     operands: Sequence[torch.Tensor],
@@ -384,7 +382,7 @@ class Direct:
         """Whether this rank has a function; the group's operation finds that out for all."""
         return bool(self._function)
 
-    def _given(self, values: Mapping[str, Any]) -> tuple[list[float], list[int]]:
+    def _given(self, values: Mapping[str, object]) -> tuple[list[float], list[int]]:
         return scalars(self._source, lambda node: values[node.name])
 
     def _read(self, values: Mapping[str, Any]) -> list[torch.Tensor]:
@@ -392,7 +390,7 @@ class Direct:
 
     def begin(
         self,
-        backend: Any,
+        backend: object,
         values: Mapping[str, Any],
         results: Sequence[torch.Tensor],
         *,

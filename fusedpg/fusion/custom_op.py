@@ -46,7 +46,7 @@ def register(function: FusedFunction) -> str:
     return name
 
 
-def described(values: Sequence[Any]) -> str:
+def described(values: Sequence[object]) -> str:
     """The kinds of arguments, a line each; torch.compile traces this."""
     lines = []
     for value in values:
@@ -62,10 +62,10 @@ def described(values: Sequence[Any]) -> str:
 def _values(
     function: FusedFunction,
     kinds: str,
-    tensors: Sequence[Any],
+    tensors: Sequence[object],
     floats: Sequence[float],
     ints: Sequence[int],
-) -> dict[str, Any]:
+) -> dict[str, object]:
     sources = {"tensor": iter(tensors), "float": iter(floats), "int": iter(ints)}
     given = [
         ast.literal_eval(line[2:]) if line.startswith("= ") else next(sources[line])
@@ -83,7 +83,9 @@ def _read(floats: Sequence[Tensor]) -> list[float]:
     return [float(value) for value in floats]
 
 
-def _without_numbers(function: FusedFunction, kinds: str, tensors: Sequence[Any]) -> dict[str, Any]:
+def _without_numbers(
+    function: FusedFunction, kinds: str, tensors: Sequence[object]
+) -> dict[str, object]:
     """With others in their places: torch.compile has symbols for those that change."""
     many = kinds.count("\n") + 1
     return _values(function, kinds, tensors, [0.5] * many, [1] * many)
@@ -176,7 +178,7 @@ def _names(wrt: str) -> tuple[str, ...]:
     return tuple(wrt.split(",")) if wrt else ()
 
 
-def autocast_of(values: Sequence[Any]) -> str:
+def autocast_of(values: Sequence[object]) -> str:
     """The device of the tensors, and what autocast casts to there, as text; torch.compile traces
     this.
     """
@@ -282,7 +284,7 @@ def _set_up(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 def _backward(ctx: Any, outputs: Sequence[Tensor | None]) -> Any:
     ints, handle, kinds, group, wrt, state = ctx.rest
     # A list of numbers has no gradient; an empty one counts as a list of tensors.
-    none: tuple[Any, ...] = ([None] * ctx.floats, None if ints else [], *[None] * 5)
+    none: tuple[object, ...] = ([None] * ctx.floats, None if ints else [], *[None] * 5)
     if not wrt:
         return [None] * ctx.count, *none
     number, *saved = ctx.saved_tensors

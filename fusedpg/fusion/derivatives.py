@@ -37,7 +37,7 @@ class Calculus:
     def node(self, value: Any) -> Node:
         return value if isinstance(value, Node) else self.build.constant(value)
 
-    def op(self, name: str, *values: Any, **attributes: Any) -> Node:
+    def op(self, name: str, *values: object, **attributes: object) -> Node:
         nodes = [self.node(value) for value in values]
         tensors = [node for node in nodes if not node.scalar]
         if tensors:
@@ -58,13 +58,13 @@ class Calculus:
     def wide(self, x: Node) -> Node:
         return x if x.dtype == torch.float64 else self.cast(x, torch.float32)
 
-    def add(self, x: Any, y: Any) -> Node:
+    def add(self, x: object, y: object) -> Node:
         return self.op("add", x, y)
 
-    def mul(self, x: Any, y: Any) -> Node:
+    def mul(self, x: object, y: object) -> Node:
         return self.op("mul", x, y)
 
-    def where(self, condition: Node, x: Any, y: Any) -> Node:
+    def where(self, condition: Node, x: object, y: object) -> Node:
         return self.op("where", condition, x, y)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch.fx import Proxy
 
 
-def _record(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _record(function: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
     proxy = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, Proxy)), None)
     if proxy is None:
         raise TypeError(

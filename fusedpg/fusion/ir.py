@@ -93,7 +93,7 @@ class Node:
     shape: tuple[int, ...]
     dtype: torch.dtype | None  # None for scalars
     name: str
-    attributes: tuple[tuple[str, Any], ...] = ()
+    attributes: tuple[tuple[str, object], ...] = ()
     source: Source | None = None
 
     def attribute(self, key: str) -> Any:
@@ -249,7 +249,7 @@ class Program:
         return groups == 1 and all(node.scalar or node.op == "input" for node in alone)
 
     @functools.cached_property
-    def structure(self) -> tuple[Any, ...]:
+    def structure(self) -> tuple[object, ...]:
         """What is computed and how it is grouped, whatever names and lines values have."""
         numbers = {node: number for number, node in enumerate(self.nodes)}
 

@@ -9,7 +9,6 @@ import math
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import torch
 
@@ -132,7 +131,7 @@ class _Extent:
             self.counts.append(shard_range(count, world_size, rank)[1] if sliced else count)
 
 
-def local_kernel(group: Any, nodes: tuple[Node, ...], program: Program) -> LocalKernel:
+def local_kernel(group: object, nodes: tuple[Node, ...], program: Program) -> LocalKernel:
     """Of a group of kind "compute"; generated once, and kept by the program."""
     found: LocalKernel | None = program.made.get(group)
     if found is None:

@@ -78,7 +78,7 @@ _SOME = 5
 class _SomeShape(tuple[int, ...]):
     """The shape of such an argument, of which any dimension may be asked for."""
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: object) -> Any:
         return self if isinstance(key, slice) else _SOME
 
 
@@ -101,7 +101,7 @@ class Lowering:
         parameters: Mapping[str, Parameter],
         domains: Mapping[str, tuple[int, ...] | None],
         world_size: int,
-        group_matches: Callable[[Any], bool],
+        group_matches: Callable[[object], bool],
         device: str,
     ) -> None:
         self.build = Builder(world_size)
@@ -110,12 +110,12 @@ class Lowering:
         self._parameters = parameters
         self._domains = domains
         self._group_matches = group_matches
-        self._values: dict[fx.Node, Any] = {}
+        self._values: dict[fx.Node, object] = {}
         self._casts: dict[tuple[Node, torch.dtype], Node] = {}
         self.inputs: dict[str, Node] = {}
         self.used: set[Node] = set()
         self.messages: list[Node] = []
-        self.result: Any = None
+        self.result: object = None
 
     def run(self) -> None:
         for node in self._graph.nodes:
@@ -159,7 +159,7 @@ class Lowering:
             self.used.add(result)
         return result
 
-    def _value(self, argument: Any) -> Any:
+    def _value(self, argument: object) -> Any:
         if isinstance(argument, fx.Node):
             return self._values[argument]
         if isinstance(argument, (tuple, list)):
@@ -168,7 +168,7 @@ class Lowering:
             return argument
         return argument
 
-    def _node(self, value: Any) -> Node:
+    def _node(self, value: object) -> Node:
         """An operand: a node, or a number."""
         if isinstance(value, Node):
             return value
@@ -213,18 +213,18 @@ class Lowering:
         self._unknown(name)
 
     def _autocast(
-        self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self, node: fx.Node, args: tuple[object, ...], kwargs: dict[str, object], dtype: torch.dtype
+    ) -> tuple[tuple[object, ...], dict[str, object]]:
         """The arguments, cast as autocast casts them for this call."""
 
-        def tensor(x: Any) -> bool:
+        def tensor(x: object) -> bool:
             return isinstance(x, Node) and not x.scalar
 
         tensors = [x for x in tree_leaves((args, kwargs)) if tensor(x)]
         if any(self.build.open(x) for x in tensors):
             return args, kwargs  # this pass finds out shapes
 
-        def example(x: Any) -> Any:
+        def example(x: object) -> Any:
             if not isinstance(x, Node):
                 return x
             return autocast.Example(x.shape, x.dtype) if tensor(x) else self.build.example(x)
@@ -276,10 +276,10 @@ class Lowering:
 
     # --- handlers: each takes what torch's function takes ------------------------------------
 
-    def _pointwise(self, op: str, *args: Any, **kwargs: Any) -> Any:
+    def _pointwise(self, op: str, *args: object, **kwargs: object) -> Any:
         counts = {"where": (3, 3), "clamp": (1, 3)}.get(op)
         low, high = counts or ((1, 1) if op in UNARY else (2, 2))
-        attributes: dict[str, Any] = {}
+        attributes: dict[str, object] = {}
         if op == "gelu":
             attributes["approximate"] = kwargs.pop("approximate", "none")
         elif op in ("silu", "relu"):
@@ -308,15 +308,15 @@ class Lowering:
     def _broadcast(self, x: Node, src: int) -> Node:
         return self.build.broadcast(x, src)
 
-    def _send(self, x: Node, dst: Any = None, tag: Any = 0) -> Node:
+    def _send(self, x: Node, dst: object = None, tag: object = 0) -> Node:
         self.messages.append(self.build.send(x, dst, tag))
         return self.messages[-1]
 
-    def _recv(self, like: Node, src: Any = None, tag: Any = 0) -> Node:
+    def _recv(self, like: Node, src: object = None, tag: object = 0) -> Node:
         self.messages.append(self.build.recv(like, src, tag))
         return self.messages[-1]
 
-    def _functional_all_reduce(self, x: Node, reduceOp: str, group: Any, tag: str = "") -> Node:
+    def _functional_all_reduce(self, x: Node, reduceOp: str, group: object, tag: str = "") -> Node:
         if tag or not self._group_matches(group):
             self.build.fail(
                 "a program runs on one group, the one that its call gets as group=: "
@@ -324,7 +324,7 @@ class Lowering:
             )
         return self.build.all_reduce(x, {"avg": "mean"}.get(reduceOp.lower(), reduceOp.lower()))
 
-    def _dropout(self, x: Any, p: Any, seed: Any) -> Node:
+    def _dropout(self, x: object, p: object, seed: object) -> Node:
         nodes = [self._node(value) for value in (x, p, seed)]
         if nodes[2].scalar and nodes[2].attribute("kind") != "int":
             self.build.fail("the seed of dropout is an int (annotate the parameter as int)")
@@ -332,14 +332,14 @@ class Lowering:
             self.build.fail(f"p is a probability, got {p}")
         return self.build.pointwise("dropout", nodes)
 
-    def _cast(self, x: Node, dtype: Any) -> Node:
+    def _cast(self, x: Node, dtype: object) -> Node:
         if not isinstance(dtype, torch.dtype):
             self.build.fail("programs convert types alone: x.to(dtype)")
         if x.scalar or dtype not in FLOATS:
             self.build.fail(f"tensors are converted to floating-point types, not {dtype}")
         return x if x.dtype == dtype else self.build.pointwise("cast", [x], dtype=dtype)
 
-    def _wide(self, x: Any, name: str) -> Node:
+    def _wide(self, x: object, name: str) -> Node:
         """Sums are taken in float32, or float64 for that."""
         if not isinstance(x, Node) or x.scalar or x.dtype not in FLOATS:
             self.build.fail(f"`{name}` takes a floating-point tensor")
@@ -349,16 +349,16 @@ class Lowering:
         source, base = self.build._source, self.build._base
         return self.build.at(source, f"{base}_{suffix}")
 
-    def _sum(self, x: Node, dim: Any = None, keepdim: bool = False) -> Node:
+    def _sum(self, x: Node, dim: object = None, keepdim: bool = False) -> Node:
         with self._named("wide"):
             wide = self._wide(x, "sum")
         result = self.build.reduce("sum", wide, self.build.dims(wide, dim), keepdim)
         return self._cast(result, x.dtype)
 
-    def _mean(self, x: Node, dim: Any = None, keepdim: bool = False) -> Node:
+    def _mean(self, x: Node, dim: object = None, keepdim: bool = False) -> Node:
         return self._cast(self._wide_mean(x, dim, keepdim), x.dtype)
 
-    def _wide_mean(self, x: Node, dim: Any, keepdim: bool) -> Node:
+    def _wide_mean(self, x: Node, dim: object, keepdim: bool) -> Node:
         with self._named("sum"):
             wide = self._wide(x, "mean")
             dims = self.build.dims(wide, dim)
@@ -369,7 +369,7 @@ class Lowering:
         return self._pointwise("div", total, float(count))
 
     def _norm(
-        self, x: Node, ord: Any = 2, dim: Any = None, keepdim: bool = False
+        self, x: Node, ord: object = 2, dim: object = None, keepdim: bool = False
     ) -> Node:  # vector norms of order 2
         if ord not in (2, 2.0, None, "fro"):
             self.build.fail("norms are of order 2: write others as sums of powers")
@@ -379,36 +379,36 @@ class Lowering:
             total = self.build.reduce("sum", square, self.build.dims(wide, dim), keepdim)
         return self._cast(self._pointwise("sqrt", total), x.dtype)
 
-    def _extreme(self, kind: str, x: Node, dim: Any = None, keepdim: bool = False) -> Node:
+    def _extreme(self, kind: str, x: Node, dim: object = None, keepdim: bool = False) -> Node:
         return self.build.reduce(kind, x, self.build.dims(x, dim), keepdim)
 
-    def _amax(self, x: Node, dim: Any = (), keepdim: bool = False) -> Node:
+    def _amax(self, x: Node, dim: object = (), keepdim: bool = False) -> Node:
         return self._extreme("max", x, dim, keepdim)
 
-    def _amin(self, x: Node, dim: Any = (), keepdim: bool = False) -> Node:
+    def _amin(self, x: Node, dim: object = (), keepdim: bool = False) -> Node:
         return self._extreme("min", x, dim, keepdim)
 
-    def _max(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+    def _max(self, x: object, *args: object, **kwargs: object) -> Any:
         return self._max_or_min("max", x, *args, **kwargs)
 
-    def _min(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+    def _min(self, x: object, *args: object, **kwargs: object) -> Any:
         return self._max_or_min("min", x, *args, **kwargs)
 
-    def _max_or_min(self, kind: str, x: Any, *args: Any, **kwargs: Any) -> Any:
+    def _max_or_min(self, kind: str, x: Any, *args: object, **kwargs: object) -> Any:
         if not args and not kwargs:
             return self._extreme(kind, x)
         if len(args) == 1 and not kwargs and not isinstance(args[0], int):
             return self._pointwise(f"{kind}imum", x, args[0])
         self.build.fail(f"`{kind}` over a dimension also gives indices: use torch.a{kind}")
 
-    def _trailing(self, x: Node, shape: Any, name: str) -> tuple[int, ...]:
+    def _trailing(self, x: Node, shape: object, name: str) -> tuple[int, ...]:
         shape = tuple(shape) if isinstance(shape, (tuple, list, torch.Size)) else (shape,)
         count = len(shape)
         if not self.build.open(x) and (not count or x.shape[-count:] != shape):
             self.build.fail(f"`{name}` over {list(shape)} of shape {list(x.shape)}", x)
         return tuple(range(-count, 0))
 
-    def _scaled(self, x: Node, weight: Any, bias: Any, dtype: torch.dtype | None) -> Node:
+    def _scaled(self, x: Node, weight: object, bias: object, dtype: torch.dtype | None) -> Node:
         if weight is not None:
             x = self._pointwise("mul", x, self._wide(weight, "weight"))
         if bias is not None:
@@ -418,9 +418,9 @@ class Lowering:
     def _layer_norm(
         self,
         input: Node,
-        normalized_shape: Any,
-        weight: Any = None,
-        bias: Any = None,
+        normalized_shape: object,
+        weight: object = None,
+        bias: object = None,
         eps: float = 1e-5,
     ) -> Node:
         wide = self._wide(input, "layer_norm")
@@ -436,7 +436,7 @@ class Lowering:
         return self._scaled(result, weight, bias, input.dtype)
 
     def _rms_norm(
-        self, input: Node, normalized_shape: Any, weight: Any = None, eps: float | None = None
+        self, input: Node, normalized_shape: object, weight: object = None, eps: float | None = None
     ) -> Node:
         wide = self._wide(input, "rms_norm")
         dim = self._trailing(wide, normalized_shape, "rms_norm")
@@ -452,11 +452,11 @@ class Lowering:
     def _matmul(self, a: Any, b: Any) -> Node:
         return self.build.matmul(a, b, False)
 
-    def _linear(self, input: Any, weight: Any, bias: Any = None) -> Node:
+    def _linear(self, input: Any, weight: Any, bias: object = None) -> Node:
         product = self.build.matmul(input, weight, True)
         return product if bias is None else self._pointwise("add", product, bias)
 
-    def _to(self, x: Node, dtype: Any) -> Node:
+    def _to(self, x: Node, dtype: object) -> Node:
         return self._cast(x, dtype)
 
     def _size(self, x: Node, dim: int | None = None) -> Any:
@@ -469,12 +469,12 @@ class Lowering:
         return len(x.shape)
 
 
-def _caster(dtype: torch.dtype) -> Callable[..., Any]:
+def _caster(dtype: torch.dtype) -> Callable[..., object]:
     return lambda lowering, x: lowering._cast(x, dtype)
 
 
 _L = Lowering
-_METHOD_HANDLERS: dict[str, Callable[..., Any]] = {
+_METHOD_HANDLERS: dict[str, Callable[..., object]] = {
     **{name: _caster(dtype) for name, dtype in _DTYPE_METHODS.items()},
     "to": _L._to,
     "type": _L._to,
@@ -491,7 +491,7 @@ _METHOD_HANDLERS: dict[str, Callable[..., Any]] = {
     "numel": _L._numel,
     "dim": _L._dim,
 }
-_FUNCTION_HANDLERS: dict[Any, Callable[..., Any]] = {
+_FUNCTION_HANDLERS: dict[object, Callable[..., object]] = {
     functions.all_reduce: _L._all_reduce,
     functions.reduce_scatter: _L._reduce_scatter,
     functions.all_gather: _L._all_gather,
@@ -525,7 +525,7 @@ def lower(
     parameters: Mapping[str, Parameter],
     results: tuple[Layout | None, ...] | None,
     world_size: int,
-    group_matches: Callable[[Any], bool],
+    group_matches: Callable[[object], bool],
     device: str,
 ) -> Program:
     """The program of a graph.

@@ -32,7 +32,9 @@ _NUMBER_BYTES = 48  # of a header, for the number
 _GIVEN_UP = "given up: "
 _lock = _fork.lock()
 # How many messages have been begun, by direction, peer and tag.
-_counts: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, int]] = weakref.WeakKeyDictionary()
+_counts: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, int]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 class Transfer:
@@ -238,7 +240,7 @@ class _Message:
     def _room(self, length: int) -> torch.Tensor:
         return torch.zeros(length, dtype=torch.uint8, device=self._device)
 
-    def _leave(self, *held: Any, unseen: tuple[Any, torch.Tensor] | None = None) -> None:
+    def _leave(self, *held: object, unseen: tuple[object, torch.Tensor] | None = None) -> None:
         """Keeps what is under way and will not be waited for."""
         left = _Left(held, unseen, None if self._early else self._before)
         with _lock:
@@ -381,7 +383,7 @@ class _Left:
 
     def __init__(
         self,
-        held: Any,
+        held: object,
         unseen: tuple[Any, torch.Tensor] | None,
         before: _Left | None,
     ) -> None:
@@ -398,7 +400,9 @@ class _Left:
 
 
 # By group, and by operation, peer and tag. Messages do not hold their group.
-_left: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, _Left]] = weakref.WeakKeyDictionary()
+_left: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, _Left]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def _decoded(header: torch.Tensor) -> str:

@@ -30,7 +30,7 @@ OPTIONS = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--p
 _MAJORS = (13, 12)
 _lock = _fork.lock()
 # By source and device. Programs hold them, and groups that have run them.
-_kernels: weakref.WeakValueDictionary[tuple[str, int], Any] = weakref.WeakValueDictionary()
+_kernels: weakref.WeakValueDictionary[tuple[str, int], object] = weakref.WeakValueDictionary()
 _failed: set[tuple[str, int]] = set()
 
 
@@ -48,7 +48,7 @@ class Nvrtc:
         self._call("nvrtcVersion", ctypes.byref(major), ctypes.byref(minor))
         self.version = (major.value, minor.value)
 
-    def _call(self, name: str, *arguments: Any) -> None:
+    def _call(self, name: str, *arguments: object) -> None:
         result = getattr(self._library, name)(*arguments)
         if result:
             said = self._library.nvrtcGetErrorString(result).decode()

@@ -48,7 +48,7 @@ POINTWISE: dict[str, Callable[..., Any]] = {
 }
 
 
-def exact(value: Any) -> bool:
+def exact(value: object) -> bool:
     """Whether a number is a float64, or an int that is one."""
     if not isinstance(value, int) or abs(value) <= 1 << 53:
         return True
@@ -74,7 +74,7 @@ SCALAR_OPS: dict[str, Callable[..., Any]] = {
 }
 
 # How a user spells them. Methods of tensors go by the same names.
-_SPELLINGS: dict[str, tuple[Any, ...]] = {
+_SPELLINGS: dict[str, tuple[object, ...]] = {
     "add": (operator.add, torch.add),
     "sub": (operator.sub, torch.sub, torch.subtract),
     "mul": (operator.mul, torch.mul, torch.multiply),
@@ -103,7 +103,7 @@ _SPELLINGS: dict[str, tuple[Any, ...]] = {
     "where": (torch.where,),
     "clamp": (torch.clamp, torch.clip),
 }
-FUNCTIONS: dict[Any, str] = {f: name for name, spelt in _SPELLINGS.items() for f in spelt}
+FUNCTIONS: dict[object, str] = {f: name for name, spelt in _SPELLINGS.items() for f in spelt}
 for _name in ("sign", "square", "reciprocal", "maximum", "minimum", "rsqrt"):
     FUNCTIONS[getattr(torch, _name)] = _name
 METHODS: dict[str, str] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,7 @@ class Ranks:
         if not dist.is_initialized():
             raise RuntimeError("a fused function runs on a group: call init_process_group first")
         pg = dist.distributed_c10d._get_default_group() if group is None else group
-        given: Any = pg
+        given: object = pg
         if not isinstance(given, dist.ProcessGroup):  # what new_group gives to other ranks
             if given is dist.GroupMember.NON_GROUP_MEMBER:
                 raise ValueError(
@@ -53,7 +53,7 @@ class Ranks:
             _known[pg] = found
         return Ranks(pg, *found)
 
-    def matches(self, other: Any) -> bool:
+    def matches(self, other: object) -> bool:
         """Whether what was passed to a functional collective is this group."""
         if self.group is None:
             return True
@@ -136,7 +136,7 @@ def has_memory(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided
 
 
-def with_memory(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+def with_memory(arguments: Mapping[str, object]) -> Mapping[str, object]:
     """Tensors as generated code can read them; what is one tensor stays one.
 
     Raises:

@@ -52,7 +52,7 @@ _KEPT = 256  # calls of a function on a group
 Run = Generator[Any, None, list[torch.Tensor]]
 
 
-def complete(run: Iterator[Any]) -> Any:
+def complete(run: Iterator[object]) -> Any:
     """The results of a run, waiting for each of its collectives.
 
     A program has its own types and backward, which torch's modes must not change.
@@ -61,7 +61,7 @@ def complete(run: Iterator[Any]) -> Any:
         return _driven(run)
 
 
-def _driven(run: Iterator[Any]) -> Any:
+def _driven(run: Iterator[object]) -> Any:
     try:
         while True:
             wait(next(run), run)
@@ -69,7 +69,7 @@ def _driven(run: Iterator[Any]) -> Any:
         return stop.value
 
 
-def wait(work: Any, run: Iterator[Any]) -> None:
+def wait(work: Any, run: Iterator[object]) -> None:
     """For what a run has stopped at. The run hears of an error, and tells whom it concerns."""
     try:
         work.wait()
@@ -188,7 +188,7 @@ class Plan:
         self._mark: tuple[list[str], alike.Mark] = [], alike.NO_MARK
         self._rows: list[LocalKernel] = []
         self._answers: dict[bool, Answer] = {}  # of all of `_rows`, by whether code is wanted
-        self._instead: dict[Any, list[Step]] = {}
+        self._instead: dict[object, list[Step]] = {}
         self.steps: list[tuple[Step, tuple[int, ...]]] = []
         call = Call(self, group, device, [])
         for (unit, nodes), released in zip(program.units, program.released):
@@ -284,7 +284,7 @@ class Plan:
 
     # --- what ranks know of each other ---------------------------------------------------------
 
-    def mark(self, slots: list[Any]) -> alike.Mark:
+    def mark(self, slots: list[object]) -> alike.Mark:
         """The mark of a call."""
         numbers = [repr(slots[at]) for _, at in self._used]  # as 0.0 is equal to -0.0
         known, mark = self._mark
@@ -293,7 +293,7 @@ class Plan:
             self._mark = numbers, mark
         return mark
 
-    def numbers(self, slots: list[Any]) -> dict[str, Any]:
+    def numbers(self, slots: list[object]) -> dict[str, object]:
         """The numbers that are used, by their names."""
         return {name: slots[at] for name, at in self._used}
 
@@ -308,7 +308,7 @@ class Plan:
                 return known
         return call.compiles and all(kernel.function() for kernel in self._rows)
 
-    def ask(self, call: Call) -> Iterator[Any]:
+    def ask(self, call: Call) -> Iterator[object]:
         """Asks the group once for all rows of the program."""
         able = float(call.compiles and all(kernel.function() for kernel in self._rows))
         flag = torch.tensor([able], dtype=torch.float32, device="cpu")
@@ -322,7 +322,7 @@ class Plan:
     def run(
         self,
         call: Call,
-        arguments: Mapping[str, Any],
+        arguments: Mapping[str, object],
         stages: dist.ProcessGroup | None,
         wrt: Collection[str],
     ) -> Run:
@@ -368,7 +368,7 @@ def _is_any(value: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
 def start(
     program: Program,
     group: dist.ProcessGroup,
-    arguments: Mapping[str, Any],
+    arguments: Mapping[str, object],
     targets: Sequence[torch.Tensor] = (),
     *,
     async_op: bool = False,
@@ -397,7 +397,7 @@ def start(
     return call, plan.run(call, arguments, stages, wrt)
 
 
-def _run_each(steps: list[Step], call: Call) -> Iterator[Any]:
+def _run_each(steps: list[Step], call: Call) -> Iterator[object]:
     for step in steps:
         yield from step.run(call) or ()
 
@@ -452,8 +452,8 @@ class EarlierCalls:
     def repeat(
         self,
         group: dist.ProcessGroup | None,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
         targets: Sequence[torch.Tensor],
     ) -> Any:
         """What a call returns that is like an earlier one; None where none is known."""
@@ -485,7 +485,7 @@ class EarlierCalls:
         results = complete(run) if plan.plain else _driven(run)
         return results[0] if plan.program.single else tuple(results)
 
-    def add(self, call: Call, values: Mapping[str, Any]) -> None:
+    def add(self, call: Call, values: Mapping[str, object]) -> None:
         """After a call that was looked up, with its arguments by name."""
         if not call.plan.repeatable(call):
             return

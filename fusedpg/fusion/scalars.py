@@ -12,7 +12,7 @@ from fusedpg.fusion.ir import Node
 from fusedpg.fusion.ops import exact
 
 
-def checked(value: Any, node: Node) -> Any:
+def checked(value: object, node: Node) -> Any:
     """A number as an operand of tensors.
 
     Raises:

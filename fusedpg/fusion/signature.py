@@ -24,7 +24,7 @@ _RESERVED = ("group", "async_op", "stages")
 class Signature:
     """The parameters of a function to be fused, and the layouts that it annotates."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., object]) -> None:
         if not inspect.isfunction(function):
             raise TypeError(f"fuse takes a Python function, got {function!r}")
         self._function = function
@@ -56,7 +56,7 @@ class Signature:
         line = line_of(self._function)
         raise IllegalProgram(f"{line}: `{name}` of `{self._function.__name__}`: {reason}")
 
-    def _resolved(self, annotation: Any) -> Any:
+    def _resolved(self, annotation: object) -> Any:
         """Annotations are text under `from __future__ import annotations`."""
         if not isinstance(annotation, str):
             return annotation
@@ -68,7 +68,7 @@ class Signature:
         except Exception as error:
             self._fail(annotation, f"this annotation cannot be evaluated: {error}")
 
-    def _layout(self, name: str, annotation: Any) -> Layout | None:
+    def _layout(self, name: str, annotation: object) -> Layout | None:
         if annotation in _CLASSES:
             return _CLASSES[annotation]
         if isinstance(annotation, Partial):
@@ -85,7 +85,7 @@ class Signature:
             self._fail(name, f"{annotation!r} is not a layout of a fused program")
         return None
 
-    def _results(self, annotation: Any) -> tuple[Layout | None, ...] | None:
+    def _results(self, annotation: object) -> tuple[Layout | None, ...] | None:
         if typing.get_origin(annotation) is tuple:
             annotation = typing.get_args(annotation)
         if isinstance(annotation, tuple):
@@ -94,7 +94,7 @@ class Signature:
         layout = self._result(annotation)
         return None if layout is None else (layout,)
 
-    def _result(self, annotation: Any) -> Layout | None:
+    def _result(self, annotation: object) -> Layout | None:
         layout = self._layout("return", annotation)
         if layout is not None and layout.dim is not None:
             self._fail("return", "results are Partial, Replicate or Shard (of the flat tensor)")
@@ -106,9 +106,9 @@ class Signature:
         kinds = [self.kinds.get(name) for name in self._names]
         return load_extension()._Parameters(self._names, self._positional, self._defaults, kinds)
 
-    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    def bind(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dict[str, object]:
         """The arguments by name, checked against the annotations."""
-        values: dict[str, Any] | None = self.parameters.bind(args, kwargs)
+        values: dict[str, object] | None = self.parameters.bind(args, kwargs)
         if values is None:
             bound = self.signature.bind(*args, **kwargs)
             bound.apply_defaults()

@@ -124,7 +124,7 @@ class LocalRows(Step):
             slots[at] = value
         return None
 
-    def _asked(self, call: Call) -> Iterator[Any]:
+    def _asked(self, call: Call) -> Iterator[object]:
         yield from call.plan.ask(call)
         yield from self.run(call) or ()
 
@@ -244,7 +244,7 @@ class Fused(Step):
         seeds: Sequence[int],
         mark: alike.Mark,
         unmarked: bool,
-    ) -> Iterator[Any]:
+    ) -> Iterator[object]:
         """On a GPU, or with another thread's help."""
         results = results or [self._new(call, n) for n in range(len(self._written))]
         first = False
@@ -288,7 +288,7 @@ class Reduction(Step):
     def __init__(self, node: Node, number: Numbers) -> None:
         self._node, self._at, self._read = node, number[node], number[node.operands[0]]
 
-    def run(self, call: Call) -> Iterator[Any]:
+    def run(self, call: Call) -> Iterator[object]:
         node, value, size = self._node, call.slots[self._read], call.plan.size
         op = node.attribute("op")
         if node.op == "all_reduce":
@@ -335,7 +335,7 @@ class Moved(Step):
         call.slots[self._at] = result
         return None if work is None else iter((work,))
 
-    def _gather(self, call: Call, part: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    def _gather(self, call: Call, part: torch.Tensor) -> tuple[object, torch.Tensor]:
         node, size = self._node, call.plan.size
         work, whole = None, part
         if size == 1 or not node.numel:
@@ -348,7 +348,7 @@ class Moved(Step):
             work = _all_gather(whole, given, group=call.group, async_op=call.async_op)
         return work, whole[: node.numel].reshape(node.shape)
 
-    def _broadcast(self, call: Call, value: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    def _broadcast(self, call: Call, value: torch.Tensor) -> tuple[object, torch.Tensor]:
         result = value.clone(memory_format=torch.contiguous_format)
         if call.plan.size == 1 or not result.numel():
             return None, result
@@ -368,7 +368,7 @@ class Overlapped(Step):
         self._at = number[self._sum]
         self._read = [number[operand] for operand in self._product.operands]
 
-    def run(self, call: Call) -> Iterator[Any]:
+    def run(self, call: Call) -> Iterator[object]:
         a, b = (call.slots[at] for at in self._read)
         transposed, op = self._product.attribute("transposed"), self._sum.attribute("op")
         begun = []
@@ -387,7 +387,7 @@ class OverlappedProgram(Step):
 
     meets = True
 
-    def __init__(self, call: Call, chunked: ChunkedCollective, backend: Any) -> None:
+    def __init__(self, call: Call, chunked: ChunkedCollective, backend: object) -> None:
         self._chunked, self._backend = chunked, backend
         self._number = call.plan.number
         self._kernels = [(span, chunked.of_rows(span[1] - span[0])) for span in chunked.spans]
@@ -407,7 +407,7 @@ class OverlappedProgram(Step):
                 return None
         return OverlappedProgram(call, chunked, backend)
 
-    def run(self, call: Call) -> Iterator[Any]:
+    def run(self, call: Call) -> Iterator[object]:
         if not call.compiles or self._answer.all_have_it is False:
             yield from call.plan.instead(call, self._nodes, of_a_group=True) or ()
             return
@@ -420,7 +420,7 @@ class OverlappedProgram(Step):
         if unmarked:
             call.unmarked, mark = False, call.plan.mark(slots)
         self._functions = self._functions or [found.function() for _, found in self._kernels]
-        begun: tuple[Any, torch.Tensor, Any] | None = None
+        begun: tuple[object, torch.Tensor, object] | None = None
         for ((first, last), compiled), function in zip(self._kernels, self._functions):
             product = matmul(rows[first:last], b, transposed).contiguous()
             # One is on its way at a time, so that all ranks stop at one that is refused.
@@ -464,7 +464,7 @@ class OverlappedProgram(Step):
         results: Sequence[torch.Tensor],
         row: int,
         mark: alike.Mark,
-    ) -> tuple[Any, torch.Tensor, Any]:
+    ) -> tuple[object, torch.Tensor, object]:
         """The Work, whether all ranks had the function, and what must live until it is done."""
         source = compiled.source
         assert source is not None
@@ -489,7 +489,7 @@ class OverlappedProgram(Step):
         return work, done, (product, given)
 
 
-def _done(work: Any, done: torch.Tensor, alive: Any) -> Generator[Any, None, bool]:
+def _done(work: object, done: torch.Tensor, alive: object) -> Generator[object, None, bool]:
     """Waits; whether all ranks had the function. `alive`: memory that the operation reads."""
     if work is not None:
         yield work
@@ -519,7 +519,7 @@ class Receive(Step):
     def __init__(self, node: Node, number: Numbers) -> None:
         self._node, self._at = node, number[node]
 
-    def run(self, call: Call) -> Iterator[Any]:
+    def run(self, call: Call) -> Iterator[object]:
         assert call.messages is not None
         call.slots[self._at] = yield from call.messages.receive(self._node)
 
@@ -545,7 +545,9 @@ def step_of(node: Node, number: Numbers, torch_ops: TorchOps) -> Step | None:
 # --- sums, and behind them what ranks compare ----------------------------------------------------
 
 
-def begin_sum(call: Call, op: str, value: torch.Tensor, async_op: bool) -> tuple[Any, torch.Tensor]:
+def begin_sum(
+    call: Call, op: str, value: torch.Tensor, async_op: bool
+) -> tuple[object, torch.Tensor]:
     """A sum over the ranks that has begun, flat, with the mark's words behind it."""
     wide = _widened(value)
     words = _words(call, op, wide)
@@ -565,7 +567,7 @@ def end_sum(call: Call, op: str, total: torch.Tensor, shape: tuple[int, ...]) ->
     return total / call.plan.size if op == "mean" else total
 
 
-def compare_numbers(call: Call) -> Generator[Any, None, None]:
+def compare_numbers(call: Call) -> Generator[object, None, None]:
     """Of a call whose program has no reduction, by one of their own."""
     like = torch.zeros(0, dtype=torch.float32, device=call.device)
     work, total = begin_sum(call, "max", like, call.async_op)
@@ -592,7 +594,7 @@ def _widened(value: torch.Tensor) -> torch.Tensor:
     return value.float() if value.dtype.itemsize == 2 else value
 
 
-def _waited(work: Any) -> Iterator[Any]:
+def _waited(work: object) -> Iterator[object]:
     """Stops at what has begun; None has been done by this thread."""
     if work is not None:
         yield work

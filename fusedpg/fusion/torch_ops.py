@@ -25,7 +25,7 @@ class TorchOps:
         self._world_size = world_size
         self._rank = rank
 
-    def compute(self, node: Node, values: Sequence[Any]) -> torch.Tensor:
+    def compute(self, node: Node, values: Sequence[object]) -> torch.Tensor:
         """The value of a node that is no number and needs no other rank."""
         result = self._compute(node, values)
         if node.dtype is not None and result.dtype is not node.dtype:

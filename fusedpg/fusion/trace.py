@@ -63,7 +63,7 @@ def ambient(device: str) -> tuple[torch.dtype | None, torch.dtype]:
 class _Stand(fx.Proxy):
     """Stands for a tensor: assignments to its attributes would be lost."""
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if name not in ("tracer", "node"):
             raise IllegalProgram(
                 f"{_users_line()}: `{name}` of a tensor is assigned to; programs do not write into "
@@ -72,8 +72,8 @@ class _Stand(fx.Proxy):
         object.__setattr__(self, name, value)
 
 
-def _recorded(function: Callable[..., Any]) -> Callable[..., fx.Proxy]:
-    def method(x: fx.Proxy, y: Any) -> fx.Proxy:
+def _recorded(function: Callable[..., object]) -> Callable[..., fx.Proxy]:
+    def method(x: fx.Proxy, y: object) -> fx.Proxy:
         return x.tracer.create_proxy("call_function", function, (x, y), {})
 
     return method
@@ -94,7 +94,7 @@ class _Tracer(_fx.Tracer):
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Stand(node, self)
 
-    def create_arg(self, a: Any) -> Any:
+    def create_arg(self, a: object) -> Any:
         # fx of torch 2.11 refuses process groups.
         if isinstance(a, dist.ProcessGroup):
             name = self.get_fresh_qualname("_process_group")
@@ -142,13 +142,13 @@ _FUNCTIONAL = {
 }
 
 
-def _leaf(function: Callable[..., Any]) -> Callable[..., Any]:
+def _leaf(function: Callable[..., object]) -> Callable[..., object]:
     """The function, but calls with what stands for a tensor are recorded."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         stands: list[fx.Proxy] = []
 
-        def look(arg: Any) -> None:
+        def look(arg: object) -> None:
             if isinstance(arg, fx.Proxy):
                 stands.append(arg)
 
@@ -174,7 +174,7 @@ def _recorded_functional(names: dict[str, Any]) -> Iterator[None]:
             scope[name] = function
 
 
-def _random_state() -> tuple[Any, ...]:
+def _random_state() -> tuple[object, ...]:
     """That of the generators of Python, torch and, where it is used, NumPy, to be compared."""
     numpy = sys.modules.get("numpy")
     state = numpy.random.get_state() if numpy is not None else ("", b"", 0)
@@ -183,13 +183,13 @@ def _random_state() -> tuple[Any, ...]:
     return random.getstate(), of_torch, bytes(state[1]), state[2]
 
 
-def line_of(function: Callable[..., Any]) -> Source:
+def line_of(function: Callable[..., object]) -> Source:
     code = function.__code__
     return Source(code.co_filename, code.co_firstlineno)
 
 
 def trace(
-    function: Callable[..., Any], dynamic: Sequence[str], static: Mapping[str, Any]
+    function: Callable[..., object], dynamic: Sequence[str], static: Mapping[str, object]
 ) -> fx.Graph:
     """The graph of a function of these parameters, the others having these values."""
     names = ", ".join(dynamic)
@@ -222,7 +222,7 @@ def trace(
     return graph
 
 
-def _explain(error: Exception, function: Callable[..., Any], tracer: fx.Tracer) -> str:
+def _explain(error: Exception, function: Callable[..., object], tracer: fx.Tracer) -> str:
     line = line_of(function)
     trace = error.__traceback__
     while trace is not None:

@@ -107,7 +107,7 @@ def tune(
     program: Program,
     group: dist.ProcessGroup,
     rank: int,
-    arguments: Mapping[str, Any],
+    arguments: Mapping[str, object],
     targets: Sequence[torch.Tensor] = (),
     *,
     seconds: float = SECONDS,
@@ -164,7 +164,7 @@ def _fingerprint(titles: Sequence[str]) -> int:
 def _timed(
     candidates: Sequence[Schedule],
     ranks: _Group,
-    arguments: Mapping[str, Any],
+    arguments: Mapping[str, object],
     targets: Sequence[torch.Tensor],
     begun: float,
     limit: float,
@@ -238,7 +238,7 @@ def _timed(
 def _call(
     schedule: Schedule,
     ranks: _Group,
-    arguments: Mapping[str, Any],
+    arguments: Mapping[str, object],
     targets: Sequence[torch.Tensor],
 ) -> Callable[[], object]:
     def call() -> None:
@@ -249,7 +249,7 @@ def _call(
 
 
 def _copies(
-    group: dist.ProcessGroup, arguments: Mapping[str, Any], targets: Sequence[torch.Tensor]
+    group: dist.ProcessGroup, arguments: Mapping[str, object], targets: Sequence[torch.Tensor]
 ) -> tuple[dict[str, Any], list[torch.Tensor]]:
     """The arguments and targets again, in memory of their own and of the same kind."""
     made: dict[int, torch.Tensor] = {}
@@ -284,7 +284,7 @@ def _like(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def stand_ins(
-    program: Program, rank: int, device: torch.device, numbers: Mapping[str, Any]
+    program: Program, rank: int, device: torch.device, numbers: Mapping[str, object]
 ) -> dict[str, Any]:
     """Arguments for a backward program, whose own are not there yet."""
 

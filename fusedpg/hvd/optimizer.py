@@ -138,7 +138,7 @@ class _Reducing(Optimizer):
         self._hvd_records += found
         return found
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: dict[str, object]) -> None:
         super().add_param_group(param_group)
         if hasattr(self, "_hvd_records"):
             number = len(self.param_groups) - 1

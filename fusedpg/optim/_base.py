@@ -351,7 +351,7 @@ class FusedOptimizer(WholeState, Joinable):
 
     @_complete
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], object] | None = None) -> Any:
         """One optimizer step; collective.
 
         Args:

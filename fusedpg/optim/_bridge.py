@@ -78,16 +78,19 @@ def check_hook(comm_hook: object, overlap: bool, reduce: str) -> None:
     """Raises for what is no hook, and for options that do not go with one."""
     if not (isinstance(comm_hook, tuple) and len(comm_hook) == 2 and callable(comm_hook[1])):
         raise TypeError(
-            "comm_hook takes what register_comm_hook() does, as a tuple: (state, hook); got "
-            f"{comm_hook!r}"
+            "comm_hook must be a tuple (state, hook), the two arguments of register_comm_hook(); "
+            f"got {comm_hook!r}"
         )
     if overlap:
         raise ValueError(
-            "overlap=True updates parameters by the operation that reduces them, which a "
-            "comm_hook takes the place of: use overlap=False"
+            "overlap=True cannot be used with a comm_hook: it updates parameters in the operation "
+            "that reduces their gradients, and the comm_hook replaces that operation. Use "
+            "overlap=False"
         )
     if reduce != "mean":
-        raise ValueError(f'a comm_hook gives the mean: use reduce="mean", not {reduce!r}')
+        raise ValueError(
+            f'a comm_hook gives the mean of the gradients, got reduce={reduce!r}: use reduce="mean"'
+        )
 
 
 def takes_gradients(comm_hook: CommHook | None) -> bool:
@@ -117,9 +120,9 @@ def check_hook_group(
     (least, _), (most, strange) = (row.tolist() for row in _agreement.extremes(own, modules))
     if least != most or strange:
         raise ValueError(
-            f"process_group of the optimizer: {size} ranks here, {least} to "
-            f"{most} elsewhere{', and some of other modules' if strange else ''}; with a "
-            "comm_hook the module's ranks are split into groups of equally many"
+            f"the optimizer's process_group has {size} ranks here, and {least} to {most} on the "
+            f"module's ranks{', and some ranks of other modules' if strange else ''}: with a "
+            "comm_hook, split the module's ranks into process groups of one size"
         )
 
 
@@ -265,8 +268,8 @@ class Bridge:
         if bridge is not None:
             if not _same_hook(comm_hook, bridge._comm_hook):
                 raise ValueError(
-                    "another fused optimizer of this DistributedDataParallel has another "
-                    "comm_hook: give all of them the same (state, hook)"
+                    "two fused optimizers of one DistributedDataParallel have different "
+                    "comm_hooks: give all of them the same (state, hook)"
                 )
             bridge.add(mode, params)
             return bridge
@@ -430,9 +433,10 @@ class Bridge:
     def _check_type(self, param: torch.Tensor, memory: torch.Tensor) -> None:
         if self._owner(param) is not None and param.dtype != memory.dtype:
             raise RuntimeError(
-                f"a parameter of shape {tuple(param.shape)} has type {param.dtype} and had "
+                f"a parameter of shape {tuple(param.shape)} has type {param.dtype}, but had "
                 f"{memory.dtype} when its DistributedDataParallel was made, which does not reduce "
-                "its gradients any more: convert the model (double(), half(), to()) before"
+                "its gradients any more: convert the model (double(), half(), to()) before you "
+                "make the DistributedDataParallel"
             )
 
     # --- DDP's states -------------------------------------------------------------------

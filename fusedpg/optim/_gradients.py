@@ -460,7 +460,7 @@ class ShardedGrad(_Gradient):
         cls,
         func: OpOverload,
         types: object,
-        args: tuple[Any, ...] = (),
+        args: tuple[object, ...] = (),
         kwargs: dict[str, object] | None = None,
     ) -> object:
         if func in _BY_DDP and in_backward():

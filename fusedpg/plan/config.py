@@ -289,7 +289,7 @@ class Plan:
         return result
 
     @classmethod
-    def from_json(cls, data: Any) -> Plan:
+    def from_json(cls, data: object) -> Plan:
         """The plan of a file's contents, checked.
 
         Raises:

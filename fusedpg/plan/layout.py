@@ -96,7 +96,10 @@ def within(box: Box, outer: Box) -> tuple[slice, ...]:
 
 def _part(size: int, parts: int, number: int, dim: int) -> tuple[int, int]:
     if size % parts:
-        raise PlanError(f"dimension {dim} of size {size} does not divide by {parts} devices")
+        raise PlanError(
+            f"dimension {dim} has size {size}, which is not divisible by {parts} devices: split "
+            "another dimension, or over fewer devices"
+        )
     length = size // parts
     return number * length, (number + 1) * length
 

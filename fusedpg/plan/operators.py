@@ -134,7 +134,7 @@ class Operator:
         shapes += [(weight.shape, weight.split) for weight in self.weights(algo).values()]
         for shape, split in shapes:
             if split is not None and shape[split] % tp:
-                return f"{self.name}: {shape[split]} does not divide by tp {tp}"
+                return f"{self.name}: size {shape[split]} is not divisible by tp {tp}"
         return None
 
     def module(self, part: Part, dtype: torch.dtype, seed: int) -> OperatorModule:

@@ -77,7 +77,7 @@ class ParallelLinear(nn.Linear):
             if features % mesh.size():
                 best = -(-features // mesh.size()) * mesh.size()
                 raise ValueError(
-                    f"{self._title}: {self._split}={features} does not divide by {mesh.size()} "
+                    f"{self._title}: {self._split}={features} is not divisible by {mesh.size()} "
                     f"ranks: pad it to {best}, or take torch.distributed.tensor.parallel's style, "
                     "which allows uneven shards"
                 )
@@ -436,8 +436,8 @@ class RowParallelLinear(ParallelLinear):
         """The shape of this rank's part."""
         if whole[dim] % ranks:
             raise ValueError(
-                f"{self._title}: dimension {dim} of the input has size {whole[dim]}, which does "
-                f"not divide by {ranks} ranks: pad it to {-(-whole[dim] // ranks) * ranks}"
+                f"{self._title}: dimension {dim} of the input has size {whole[dim]}, which is "
+                f"not divisible by {ranks} ranks: pad it to {-(-whole[dim] // ranks) * ranks}"
             )
         return (*whole[:dim], whole[dim] // ranks, *whole[dim + 1 :])
 

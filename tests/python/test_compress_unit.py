@@ -125,7 +125,7 @@ def test_same_bits_as_one_after_the_other(
         for looks in (False, True)
     }
     assert len(calls) == 8 * 4 * RANKS
-    monkeypatch.setattr(_each, "_UNIT_COMPRESSORS", frozenset())
+    monkeypatch.setattr(_each, "WHOLE_UNITS", frozenset())
     for looks, every in units.items():
         wanted = steps(compressor, memory, bad, True, False, looks)
         for got in every:

@@ -90,7 +90,9 @@ def test_reshard_spreads_load() -> None:
 
 
 def test_layouts_that_do_not_divide() -> None:
-    with pytest.raises(PlanError, match="dimension 1 of size 3 does not divide by 2"):
+    with pytest.raises(
+        PlanError, match="dimension 1 has size 3, which is not divisible by 2 devices"
+    ):
         Layout((0, 1), 2, 1, split=1).box(0, (4, 3))
     with pytest.raises(PlanError, match="micro-batch"):
         Layout((0, 1), 2, 1, split=0)
@@ -383,7 +385,7 @@ def test_plans_that_do_not_fit(context: Context) -> None:
     wide = dataclasses.replace(
         wide, model_parallel_size_of_each_op=tp, data_parallel_size_of_each_op=dp
     )
-    with pytest.raises(PlanError, match=r"enc-attention-.*: 3 does not divide by tp 2"):
+    with pytest.raises(PlanError, match=r"enc-attention-.*: size 3 is not divisible by tp 2"):
         Trainer(wide, odd)
     trainer = Trainer(plan, model)
     batch = model.random_batch(plan.global_batch_size, torch.float32, 0)
@@ -989,7 +991,7 @@ def test_profile_leaves_out_what_does_not_divide(context: Context) -> None:
     )
     skipped = profiler.operators([1], lambda name: None)
     assert len(skipped) == 2
-    assert all("3 does not divide by tp 2" in text for text in skipped)
+    assert all("size 3 is not divisible by tp 2" in text for text in skipped)
 
 
 @harness.on_ranks(2)

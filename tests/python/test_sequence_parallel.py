@@ -120,6 +120,6 @@ def test_first_call_that_one_rank_refuses(context: harness.Context) -> None:
 def test_features_that_one_rank_cannot_split(context: harness.Context) -> None:
     kind = ValueError if context.rank else dist.DistBackendError
     for layer in (fusedpg.ColumnParallelLinear, fusedpg.RowParallelLinear):
-        with refused("does not divide by 2 ranks", kind):
+        with refused("not divisible by 2 ranks", kind):
             layer(8 + context.rank, 8 + context.rank, group=dist.group.WORLD)
     assert fusedpg.RowParallelLinear(8, 3)(torch.ones(2, 4)).shape == (2, 3)

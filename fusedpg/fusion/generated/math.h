@@ -65,4 +65,11 @@ void apply(T* tile, uint64_t count, Vec<T> (*function)(const Vec<T>&)) {
   }
 }
 
+template <typename T>
+T one_of(T x, Vec<T> (*function)(const Vec<T>&)) {
+  alignas(64) T values[Vec<T>::size()];
+  function(Vec<T>(x)).store(values);
+  return values[0];
+}
+
 } // namespace

@@ -150,7 +150,7 @@ def says_what_it_cannot(context: Context) -> None:
         make(parts, comm_hook=hook).step()
     uneven = [0, 1] if context.rank < 2 else [2]
     group = dist.new_group(uneven, use_local_synchronization=True)
-    with refused("equally many", ValueError):
+    with refused("process groups of one size", ValueError):
         make(parts, ddp=ddp, comm_hook=hook, process_group=group)
     ranks = [context.rank]
     alone = dist.new_group(ranks, backend="fused", use_local_synchronization=True)
