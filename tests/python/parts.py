@@ -15,7 +15,7 @@ import pytest
 
 # Files of which nothing is quick.
 REST = [
-    "test_operations.py",  # minutes of random programs, cases and faults
+    "test_random.py",  # minutes of random programs, cases and faults
     "test_chaos.py",
     "test_compress_fuzz.py",
     "test_compress_golden.py",
@@ -47,7 +47,7 @@ CAPABILITIES = {
         "test_numerics.py",
         "test_calls.py",
         "test_agreement.py",
-        "test_operations.py",
+        "test_random.py",
         "test_golden.py",
         "test_c10d_suite.py",
     ],

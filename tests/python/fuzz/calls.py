@@ -11,12 +11,9 @@ import torch
 import torch.distributed as dist
 
 from checks.cases import digest
+from fuzz.core import Wrong
 from fuzz.programs import GroupSpec, Step
 from fuzz.slots import Slot, contents, dense
-
-
-class Wrong(AssertionError):
-    """The product did something wrong."""
 
 
 class Env:
@@ -105,6 +102,7 @@ class Call:
     again: Callable[[], Any] | None = None  # a further collective, in a callback
 
 
+__all__ = ["Call", "Env", "Wrong", "builder"]
 Builder = Callable[[Env], Call]
 BUILDERS: dict[str, Builder] = {}
 
