@@ -20,7 +20,6 @@ REST = [
     "test_compress_fuzz.py",
     "test_compress_golden.py",
     "test_golden.py",
-    "test_fusion_foe.py",
     "test_fusion_random.py",
     "test_optim_differential.py",
     "test_c10d_suite.py",  # PyTorch's own tests

@@ -15,8 +15,8 @@ from checks import fusion_autograd as checks
 from checks.fusion import Case
 from checks.refused import refused
 from fusedpg.fusion import IllegalProgram, Partial, all_reduce, broadcast
+from fuzz.functions import BINARY, REDUCING, SMOOTH, UNARY, programs
 from harness import Context, on_ranks
-from test_fusion_random import BINARY, REDUCING, SMOOTH, UNARY, programs
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

@@ -16,10 +16,10 @@ import torch
 
 import fusedpg
 import harness
-import test_fusion_random as random_programs
 from checks import compiled, shortcuts
 from fusedpg import fusion
 from fusedpg.fusion import compile
+from fuzz import functions
 
 pytestmark = pytest.mark.fused_only
 
@@ -28,7 +28,7 @@ def run_random(world_size: int, examples: int) -> int:
     seen = 0
 
     @hypothesis.settings(max_examples=examples)
-    @hypothesis.given(random_programs.programs())
+    @hypothesis.given(functions.programs())
     def check(case: compiled.Case) -> None:
         nonlocal seen
         counts = harness.pool(world_size).run(compiled.random_program, case)

@@ -21,12 +21,12 @@ import torch
 
 import fusedpg
 import harness
-import test_fusion_random as random_programs
 from checks import compiled, cuda_programs
 from checks.cuda_programs import CLOSE, EXACT, FUSED, TYPES
 from fusedpg import fusion
 from fusedpg.fusion import codegen_cuda, nvrtc
 from fusedpg.fusion.compile import CompileError
+from fuzz import functions
 
 pytestmark = [pytest.mark.fused_only, pytest.mark.timeout(180)]
 
@@ -195,7 +195,7 @@ def run_random(world_size: int, examples: int) -> int:
     seen = 0
 
     @hypothesis.settings(max_examples=examples)
-    @hypothesis.given(random_programs.programs())
+    @hypothesis.given(functions.programs())
     def check(case: compiled.Case) -> None:
         nonlocal seen
         counts = gpus(world_size).run(compiled.random_program, case)

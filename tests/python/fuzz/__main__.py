@@ -27,7 +27,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="this one's programs alone")
     options = parser.parse_args()
     names = [options.subject] if options.subject else list(core.SUBJECTS)
-    places = {name: [options.where] if options.where else core.subject(name).WHERE for name in names}
+    places = {
+        name: [options.where] if options.where else core.subject(name).WHERE for name in names
+    }
     turns = itertools.zip_longest(*([(name, where) for where in places[name]] for name in names))
     cases = [case for turn in turns for case in turn if case is not None]
     begin = options.seed if options.seed is not None else int(time.time())

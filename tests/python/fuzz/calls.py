@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
 from collections.abc import Callable, Sequence
@@ -31,7 +32,9 @@ class Env:
     def arena(self, *size: int, dtype: torch.dtype, group: Any) -> torch.Tensor:
         import fusedpg
 
-        return fusedpg.empty(*size, dtype=dtype, group=group)
+        with contextlib.suppress(torch.OutOfMemoryError):
+            return fusedpg.empty(*size, dtype=dtype, group=group)
+        return torch.empty(*size, dtype=dtype)
 
     def contents(self, index: int, label: object, shape: Sequence[int]) -> torch.Tensor:
         """What member `index` has put into its tensor of this name."""

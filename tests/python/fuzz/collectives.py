@@ -17,14 +17,15 @@ import torch.distributed as dist
 
 from fuzz import messages, mistakes, moves, reductions, steps
 from fuzz.calls import BUILDERS, Call, Env, Wrong, works_of
-from fuzz.core import Entry, Trace
+from fuzz.core import Entry, Trace, harm
 from fuzz.programs import LEFT_OUT, Program, Step, draw
 from harness import Context
 
 __all__ = ["draw", "messages", "mistakes", "moves", "reductions", "steps"]
-WHERE = ("1", "2", "3", "4", "two", "two and one")
+WHERE = ("1", "2", "3", "4", "two", "two and one", "2, faults", "4, faults")
 EXAMPLES = 5
 TIMEOUT = timedelta(seconds=10)
+SHORT = timedelta(seconds=3)  # of groups that may have to wait for a rank that has stopped
 HISTORY = 12
 
 
@@ -46,11 +47,16 @@ class Lane:
         try:
             for turn, step in enumerate(self.program.lanes[self.index]):
                 self._finish([one for one in self.pending if one[0] <= turn])
+                if self.index == 0:
+                    mine = [g for g in self.groups if g != dist.GroupMember.NON_GROUP_MEMBER]
+                    harm(self.program.fault, self.rank, turn, mine)
                 spec = self.program.groups[step.group]
                 if self.rank in spec.ranks:
                     self._take(turn, step)
             self._finish(list(self.pending))
         except BaseException as error:
+            if self.program.fault is not None and self.program.fault.explains(error):
+                return
             text = f"{type(error).__name__}: {error}"
             if not isinstance(error, dist.DistBackendError | Wrong):
                 text = "".join(traceback.format_exception(error))
@@ -139,12 +145,17 @@ def run(program: Program, context: Context, flip: int | None = None) -> Trace:
     """`flip` is a step after which one bit of a result is turned over, to test the test."""
     import fusedpg
 
+    fatal = program.fault is not None and program.fault.fatal
+    small = program.fault is not None and program.fault.kind == "no memory"
     groups = [
         dist.new_group(
             list(spec.ranks),
-            timeout=TIMEOUT,
+            timeout=SHORT if fatal else TIMEOUT,
             pg_options=fusedpg.Options(
-                block_skip=spec.block_skip, threads=spec.threads, block_size=spec.block_size
+                block_skip=spec.block_skip,
+                threads=spec.threads,
+                block_size=spec.block_size,
+                **({"arena_bytes": 4 << 20} if small else {}),
             ),
         )
         for spec in program.groups
@@ -164,7 +175,7 @@ def run(program: Program, context: Context, flip: int | None = None) -> Trace:
         for number in sorted(lane.digests):
             yield Entry(f"step {number}", None, alike=lane.digests[number])
     for spec, group in zip(program.groups, groups, strict=True):
-        if context.rank in spec.ranks:
+        if context.rank in spec.ranks and not fatal:
             dist.destroy_process_group(group)
 
 

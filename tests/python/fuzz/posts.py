@@ -15,13 +15,22 @@ import torch
 import torch.distributed as dist
 
 import harness
-from fuzz.core import Choices, Entry, Trace
+from fuzz.core import (
+    Choices,
+    Entry,
+    Fault,
+    Trace,
+    draw_fault,
+    fill_arena,
+    harm,
+    has_faults,
+)  # fmt: skip
 from harness import Context
 
 # Ranks, and how large their arena is; "full": nothing is free in it.
-WHERE = ("2, full", "3, none", "4, 64 KB")
+WHERE = ("2, full", "3, none", "4, 64 KB", "3, 4 MB, faults")
 EXAMPLES = 50
-ARENAS = {"full": 4 << 20, "none": 0, "64 KB": 64 << 10}
+ARENAS = {"full": 4 << 20, "4 MB": 4 << 20, "none": 0, "64 KB": 64 << 10}
 ANY = 9
 """The tag of messages that are received from any source, and of no others."""
 SIZES = (1, 100, 1024, 1025, 16_384, 40_000, 300_000, 700_000)
@@ -48,6 +57,7 @@ class Program:
     ranks: Posts
     seed: int
     full: bool
+    fault: Fault | None = None
 
 
 def numel(seed: int, source: int, target: int, tag: int, number: int) -> int:
@@ -66,10 +76,18 @@ def draw(choose: Choices, where: str) -> Program:
     """A legal one."""
     import hypothesis
 
-    world, arena = where.split(", ")
+    world, arena = where.split(", ")[:2]
     ranks = _draw_posts(choose, int(world))
     hypothesis.assume(is_legal(ranks))
-    return Program(ranks, choose.getrandbits(30), arena == "full" and harness.IS_FUSED)
+    most, fault = max(len(steps) for steps in ranks), None
+    if has_faults(where) and harness.IS_FUSED:
+        fault = draw_fault(choose, int(world), most, together=False)
+    return Program(
+        ranks,
+        choose.getrandbits(30),
+        arena == "full" and harness.IS_FUSED,
+        fault,
+    )
 
 
 def _draw_posts(choose: Choices, world: int) -> Posts:
@@ -208,23 +226,10 @@ def steps_from(text: str) -> tuple[Post, ...]:
 
 
 def workers(where: str) -> harness.Workers:
-    world, arena = where.split(", ")
+    world, arena = where.split(", ")[:2]
     options = {"arena_bytes": ARENAS[arena]} if harness.IS_FUSED else {}
-    return harness.pool(int(world), options=options, timeout=15.0)
-
-
-def _filling(context: Context) -> list[torch.Tensor]:
-    """Tensors that leave no room in the arena."""
-    import fusedpg
-
-    held: list[torch.Tensor] = []
-    for size in (1 << 18, 1 << 10, 1):
-        try:
-            while True:
-                held.append(fusedpg.empty(size, dtype=torch.int32))
-        except torch.OutOfMemoryError:
-            pass
-    return held
+    timeout = 4.0 if has_faults(where) else 15.0
+    return harness.pool(int(world), options=options, timeout=timeout)
 
 
 def _tensor(like: torch.Tensor, in_arena: bool) -> torch.Tensor:
@@ -239,14 +244,15 @@ def _tensor(like: torch.Tensor, in_arena: bool) -> torch.Tensor:
 
 
 def run(program: Program, context: Context) -> Trace:
-    held = _filling(context) if program.full else []
+    held = fill_arena() if program.full else []
     me, seed = context.rank, program.seed
     rng = random.Random(f"{seed} {me}")
     counts: Counter[Any] = Counter()
     works: dict[int, Any] = {}
     sent: dict[int, torch.Tensor] = {}
     received: dict[int, tuple[torch.Tensor, Post]] = {}
-    for post in program.ranks[me]:
+    for turn, post in enumerate(program.ranks[me]):
+        harm(program.fault, me, turn, [dist.group.WORLD])
         in_arena = context.fused and rng.random() < 0.3
         if post.what == "barrier":
             dist.barrier()
@@ -300,7 +306,9 @@ def oracle(program: Program, world: int, rank: int) -> Trace:
         if post.what == "recv" and post.peer is None:
             # Whoever has sent it, all are of one size, and count from their first number.
             length = numel(program.seed, 0, rank, ANY, 0)
-            yield Entry(f"{post.number}, received from any", torch.arange(length, dtype=torch.int32))
+            yield Entry(
+                f"{post.number}, received from any", torch.arange(length, dtype=torch.int32)
+            )
 
 
 def bound(program: Program) -> float:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from checks.cases import COMPLEX, FLOATS, GLOO, HALF, MOVABLE, REDUCIBLE, supported
-from fuzz.core import Choices, between_hosts, world_of
+from fuzz.core import Choices, Fault, between_hosts, draw_fault, has_faults, world_of
 
 REDOPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "PREMUL_SUM", "BAND", "BOR", "BXOR")
 SKIPPING = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32)
@@ -60,6 +60,7 @@ class Program:
     hosts: bool  # the ranks pretend to be on several machines
     groups: tuple[GroupSpec, ...]
     lanes: tuple[tuple[Step, ...], ...]
+    fault: Fault | None = None  # before a step of the first lane
 
 
 class Draw:
@@ -102,7 +103,9 @@ class Draw:
 
     def reduction(self) -> dict[str, Any]:
         redop = self.rng.choice(("SUM", "SUM", "SUM", *REDOPS))
-        able = [t for t in REDUCIBLE if supported(redop, t) and not (self.hosts and t == torch.bool)]
+        able = [
+            t for t in REDUCIBLE if supported(redop, t) and not (self.hosts and t == torch.bool)
+        ]
         dtype = self.dtype(tuple(able))
         return {"redop": redop, "dtype": dtype, "data": self.data(dtype)}
 
@@ -379,4 +382,7 @@ def draw(choose: Choices, where: str, most: int = 40) -> Program:
             lane.append(_draw_step(choose, number, index, groups[index], hosts))
             number += 1
         lanes.append(tuple(lane))
-    return Program(hosts, tuple(groups), tuple(lanes))
+    fault = None
+    if has_faults(where):
+        fault = draw_fault(choose, world, len(lanes[0]), together=True)
+    return Program(hosts, tuple(groups), tuple(lanes), fault)
