@@ -50,7 +50,7 @@ CAPABILITIES = {
         "test_golden.py",
         "test_c10d_suite.py",
     ],
-    "DDP": ["test_ddp.py", "test_detach.py", "test_comm_hook_fuzz.py"],
+    "DDP": ["test_ddp.py", "test_detach.py", "test_comm_hook_random.py"],
     "fused optimizers": ["test_optim*.py", "test_dcp.py"],
     "fused operators": ["test_fused_ops.py"],
     "fused functions": ["test_fusion*.py", "test_private.py"],

@@ -7,7 +7,8 @@ A subject is a module with
 - ``run(program, context)``: what this rank sees of the program, as Entries in an order that the
   program gives. Whatever it raises is a finding.
 - ``oracle(program, world, rank)``: the same Entries, of one process that knows everything.
-- ``bound(program)``: how far they may be apart; 0 where all bits are the same.
+- ``bound(program)``: how far they may be apart, of the value or as it is; 0 where all bits are the
+  same.
 - ``WHERE``: on which pools of ranks its programs run, and ``EXAMPLES``: how many programs one seed
   draws. ``workers(where)`` where a subject needs pools of its own; ``check(program)`` where its
   parent does more than wait.
@@ -41,6 +42,7 @@ from harness import Context
 T = TypeVar("T")
 # Modules of subjects.
 SUBJECTS = {
+    "hooked": "fuzz.hooked",
     "optimizers": "fuzz.optimizers",
     "collectives": "fuzz.collectives",
     "messages": "fuzz.posts",
@@ -63,6 +65,7 @@ class Entry:
     label: str
     value: Any
     alike: Any = None  # what must have the same bits on all ranks that have this entry
+    bound: tuple[float, float] | None = None  # in place of the program's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -374,11 +377,13 @@ def on_rank(context: Context, name: str, program: Any, *more: Any) -> Answer:
     return answer
 
 
-def difference(found: Entry, wanted: Entry | None, limit: float) -> str | None:
+def difference(found: Entry, wanted: Entry | None, limit: Any) -> str | None:
     """What is wrong with an entry."""
     if wanted is None or found.label != wanted.label:
         return f"{found.label} came in place of {wanted.label if wanted else 'the end'}"
-    if not isinstance(found.value, torch.Tensor) or not isinstance(wanted.value, torch.Tensor):
+    limit = wanted.bound or found.bound or limit
+    kind = (torch.Tensor, float) if limit else torch.Tensor
+    if not isinstance(found.value, kind) or not isinstance(wanted.value, kind):
         if found.value == wanted.value:
             return None
         both = (found.value, wanted.value)
@@ -386,9 +391,10 @@ def difference(found: Entry, wanted: Entry | None, limit: float) -> str | None:
         return f"{found.label}: {texts[0]:.9000}, not {texts[1]:.9000}"
     if limit == 0 and not cases.same(found.value, wanted.value):
         return f"{found.label}: other bits\n{found.value}\n{wanted.value}"
+    rtol, atol = limit if isinstance(limit, tuple) else (limit, limit)
     try:
         torch.testing.assert_close(
-            found.value, wanted.value, rtol=limit, atol=limit, equal_nan=True, check_stride=False
+            found.value, wanted.value, rtol=rtol, atol=atol, equal_nan=True, check_stride=False
         )
     except AssertionError as error:
         return f"{found.label}: {error}"

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import fusedpg
 from checks.compiled import compiles
 from checks.rows import counted
-from fuzz.core import Choices, Pair, Tape, TapeChoices, draw_tape
+from fuzz.core import Choices, Pair, Tape, TapeChoices, done, draw_tape
 from harness import Context
 
 WHERE = ("1",)
@@ -157,12 +157,12 @@ def run(program: Tape, context: Context) -> Iterator[Pair]:
     found = [s for s in fused.schedules(**drawn.arguments) if s.program.groups]
     for schedule in chosen.sample(found, min(2, len(found))):
         note = f"{drawn.dtype}: {drawn.text}\n{schedule}\n{schedule.program}"
-        with compiles(context), counted() as done:
+        with compiles(context), counted() as ran:
             try:
                 got = fused.scheduled(*schedule.transformations)(**drawn.arguments)
             except Exception as error:
                 raise AssertionError(f"{error}: {note}") from error
-        yield done(f"{len(done)} groups")
+        yield done(f"{len(ran)} groups")
         for mine, want in zip(got, expected, strict=True):
             assert mine.dtype == want.dtype, note
             try:
