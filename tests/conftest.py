@@ -59,7 +59,7 @@ LONG = (
     "test_optim_differential.py",
     "test_random.py",
     "test_cuda_fake.py",
-    "test_compress_fuzz.py",
+    "test_compress_random.py",
     "test_compress.py",
     "test_chaos.py",
     "test_examples.py",

@@ -17,7 +17,7 @@ import pytest
 REST = [
     "test_random.py",  # minutes of random programs, cases and faults
     "test_chaos.py",
-    "test_compress_fuzz.py",
+    "test_compress_random.py",
     "test_compress_golden.py",
     "test_golden.py",
     "test_fusion_random.py",

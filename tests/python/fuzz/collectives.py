@@ -23,7 +23,7 @@ from harness import Context
 
 __all__ = ["draw", "messages", "mistakes", "moves", "reductions", "steps"]
 WHERE = ("1", "2", "3", "4", "two", "two and one", "2, faults", "4, faults")
-EXAMPLES = 5
+EXAMPLES = 4
 TIMEOUT = timedelta(seconds=10)
 SHORT = timedelta(seconds=3)  # of groups that may have to wait for a rank that has stopped
 HISTORY = 12

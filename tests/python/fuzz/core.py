@@ -42,6 +42,7 @@ from harness import Context
 T = TypeVar("T")
 # Modules of subjects.
 SUBJECTS = {
+    "compressed": "fuzz.compressed",
     "hooked": "fuzz.hooked",
     "optimizers": "fuzz.optimizers",
     "collectives": "fuzz.collectives",
@@ -276,38 +277,40 @@ def draw_tape(choose: Choices, least: int, most: int) -> Tape:
     return Tape(bytes(choose.randrange(256) for _ in range(choose.randint(least, most))))
 
 
-def strategy(draw: Callable[[Choices], Any]) -> Any:
-    """What hypothesis draws by a function of Choices."""
-    import hypothesis.strategies as st  # not in workers
+def each(
+    draw: Callable[[Choices], Any],
+    seed: int,
+    examples: int,
+    body: Callable[[Any], Any],
+    *,
+    shrink: bool = False,
+) -> list[Any]:
+    """What `body` returns of the simplest program and of those of a seed; the smallest that fails
+    comes last."""
+    import hypothesis  # not in workers
+    import hypothesis.strategies as st
 
     @st.composite
-    def drawn(of: st.DrawFn) -> Any:
+    def programs(of: st.DrawFn) -> Any:
         return draw(Choices(lambda low, high: int(of(st.integers(low, high)))))
 
-    return drawn()
-
-
-def each(
-    name: str, where: str, seed: int, body: Callable[[Any], None], *, shrink: bool = False
-) -> None:
-    """Calls `body` with every program of a seed; the smallest that fails comes last."""
-    import hypothesis
-
     phases = [hypothesis.Phase.generate, *([hypothesis.Phase.shrink] if shrink else [])]
+    returned = []
 
     @hypothesis.seed(seed)
     @hypothesis.settings(
-        max_examples=min(subject(name).EXAMPLES, 8 if has_faults(where) else 1000),
+        max_examples=1 + examples,
         phases=phases,
         database=None,
         deadline=None,
         suppress_health_check=list(hypothesis.HealthCheck),
     )
-    @hypothesis.given(strategy(lambda choose: subject(name).draw(choose, where)))
+    @hypothesis.given(programs())
     def run(program: Any) -> None:
-        body(program)
+        returned.append(body(program))
 
     run()
+    return returned
 
 
 # --- running --------------------------------------------------------------------------------------
@@ -450,21 +453,21 @@ def _endure(pool: harness.Workers, fault: Fault, name: str, program: Any) -> lis
 
 def search(name: str, where: str, seed: int, *, shrink: bool = False) -> int:
     """All programs of a seed; raises Failure, and returns how much their ranks have seen."""
-    seen: list[int] = []
     try:
-        each(
-            name, where, seed, lambda program: seen.append(check(name, where, program)),
-            shrink=shrink,
-        )  # fmt: skip
+        return sum(_each(name, where, seed, lambda one: check(name, where, one), shrink))
     except Exception as error:
         again = f"make fuzz SUBJECT={name} WHERE='{where}' SEED={seed}"
         notes = "\n".join(getattr(error, "__notes__", ()))
         raise Failure(f"replay: {again}\n{error}\n{notes}") from error
-    return sum(seen)
 
 
-def drawn(name: str, where: str, seed: int) -> Iterator[Any]:
+def drawn(name: str, where: str, seed: int) -> list[Any]:
     """The programs of a seed."""
-    found: list[Any] = []
-    each(name, where, seed, found.append)
-    return iter(found)
+    return _each(name, where, seed, lambda one: one, False)
+
+
+def _each(name: str, where: str, seed: int, body: Callable[[Any], Any], shrink: bool) -> list[Any]:
+    module = subject(name)
+    # A fatal fault takes new processes.
+    examples = min(module.EXAMPLES, 8) if has_faults(where) else module.EXAMPLES
+    return each(lambda choose: module.draw(choose, where), seed, examples, body, shrink=shrink)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+import harness
 from checks import fusion
 from checks.fusion import Case
-from fuzz.core import Choices, Pair, done, strategy
+from fuzz import core
+from fuzz.core import Choices, Pair, done
 from harness import Context
 
 WHERE = ("1", "2", "3", "three", "two and one", "crossed")
-EXAMPLES = 12
+EXAMPLES = 11
 
 SHAPES = [
     (0,),
@@ -108,6 +111,12 @@ REFUSED = [
 PARTIAL = ["0.5 * {p}", "{p} + {q}", "{p} - lr * {q}", "-{p}", "{p} / 3", "{p} * w"]
 
 
+@functools.cache
+def rounds_roots() -> bool:
+    x = torch.arange(1000.0)
+    return torch.equal(torch.sqrt(x), torch.sqrt(x.double()).float())
+
+
 def draw_case(
     choose: Choices,
     smooth: bool = False,
@@ -163,14 +172,27 @@ def draw_case(
         "def program(g: Partial, h: Partial, w: Replicate, m: Shard, b: Replicate, lr: float, "
         f"seed: int) -> ({', '.join(layouts)},):"
     )
+    # That of torch, with MKL, may be a unit in the last place off.
+    exact = exact and (rounds_roots() or "sqrt" not in str(lines))
     body = [*lines, f"return {', '.join(results)},"]
     text = "\n    ".join([head, *body])
     return Case(text, shape, dtype, exact, choose.randint(0, 99))
 
 
-def programs(**options: Any) -> Any:
-    """Their strategy, for what else is tested with them."""
-    return strategy(lambda choose: draw_case(choose, **options))
+def run_cases(
+    ranks: Callable[[], harness.Workers], check: Any, examples: int, seed: int = 1, **drawn: Any
+) -> int:
+    """How much `check(context, case)` counts on each rank, of so many functions in all.
+
+    They are the same each time: some of them have what it counts.
+    """
+
+    def body(case: Case) -> int:
+        counts = ranks().run(check, case, timeout=300)  # a new pool where one has failed
+        assert len(set(counts)) == 1
+        return int(counts[0])
+
+    return sum(core.each(lambda choose: draw_case(choose, **drawn), seed, examples, body))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,7 +32,7 @@ from fuzz.core import Choices, Entry, Trace
 from harness import Context
 
 WHERE = ("2", "3", "4", "two of two", "crossed", "two and one")
-EXAMPLES = 3
+EXAMPLES = 2
 PAIRS = (
     ("topk", "none"), ("topk", "residual"), ("topk", "dgc"), ("topk", "efsignsgd"),
     ("guarded_threshold", "residual"), ("threshold", "residual"), ("efsignsgd", "residual"),

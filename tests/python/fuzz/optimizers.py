@@ -51,7 +51,7 @@ class Program:
 KINDS = ("SGD", "Adam", "AdamW")
 MODES = ("manual", "ddp", "overlap")
 WHERE = tuple(f"{size}, {kind}, {mode}" for size in (2, 1, 3) for kind in KINDS for mode in MODES)
-EXAMPLES = 8
+EXAMPLES = 7
 
 
 def workers(where: str) -> harness.Workers:

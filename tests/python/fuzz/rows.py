@@ -19,7 +19,7 @@ from fuzz.core import Choices, Pair, Tape, TapeChoices, done, draw_tape
 from harness import Context
 
 WHERE = ("1",)
-EXAMPLES = 10
+EXAMPLES = 9
 UNARY = [
     "{x} * 0.5",
     "-{x}",

@@ -23,7 +23,7 @@ from fuzz.core import Choices, Pair, Tape, TapeChoices, done, draw_tape
 from harness import Context
 
 WHERE = ("2", "1", "3")
-EXAMPLES = 3
+EXAMPLES = 2
 
 
 def momentum(g: fusion.Partial, w: fusion.Replicate, m: fusion.Shard, lr: float, flip: bool) -> Any:

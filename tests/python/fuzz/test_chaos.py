@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.fused_only, pytest.mark.timeout(600)]
 
 
 def drawn(scenario: str) -> Round:
-    return list(core.drawn("chaos", scenario, 0))[1]
+    return core.drawn("chaos", scenario, 0)[1]
 
 
 def test_chaos() -> None:

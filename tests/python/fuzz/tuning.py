@@ -22,7 +22,7 @@ from fuzz.core import Choices, Pair, Tape, TapeChoices, done, draw_tape
 from harness import Context
 
 WHERE = ("3",)
-EXAMPLES = 3
+EXAMPLES = 2
 BOUND = {torch.float64: 1e-9, torch.float32: 3e-4, torch.bfloat16: 6e-2}
 SHAPES = [(1,), (7,), (64,), (1001,), (3, 5), (4, 33), (2, 3, 17), (0,), (0, 4), (300, 40)]
 NAMES = {
