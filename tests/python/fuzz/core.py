@@ -42,6 +42,7 @@ from harness import Context
 T = TypeVar("T")
 # Modules of subjects.
 SUBJECTS = {
+    "aggregators": "fuzz.aggregators",
     "compressed": "fuzz.compressed",
     "hooked": "fuzz.hooked",
     "optimizers": "fuzz.optimizers",
