@@ -206,12 +206,12 @@ test-all: test-cpp fake-gpu
 test-python: fake-gpu
 	$(PYTEST) tests $(PYTEST_ARGS)
 
-# Random programs and random faults for MINUTES, or one again: SEED=... as a failure says.
+# Random programs of all subjects, or of SUBJECT=..., for MINUTES, or of one seed again: SUBJECT=...
+# WHERE=... SEED=... as a failure says.
 MINUTES ?= 10
 fuzz: $(BUILT)
-	cd tests/python && $(BIN)/python -m fuzz --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) \
-	  $(if $(WORLD),--world $(WORLD)) $(if $(ARM),--arm '$(ARM)') $(if $(ROUND),--round $(ROUND)) \
-	  $(if $(SCENARIO),--scenario '$(SCENARIO)') $(if $(ONLY),--only $(ONLY))
+	cd tests/python && $(BIN)/python -m fuzz --minutes $(MINUTES) $(if $(SUBJECT),--subject $(SUBJECT)) \
+	  $(if $(WHERE),--where '$(WHERE)') $(if $(SEED),--seed $(SEED))
 
 test-sanitizers: test-asan test-tsan
 

@@ -57,9 +57,9 @@ def pytest_configure(config: pytest.Config) -> None:
 LONG = (
     "test_c10d_suite.py",
     "test_optim_differential.py",
-    "test_operations.py",
+    "test_random.py",
     "test_cuda_fake.py",
-    "test_compress_fuzz.py",
+    "test_compress_random.py",
     "test_compress.py",
     "test_chaos.py",
     "test_examples.py",

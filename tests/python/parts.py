@@ -15,12 +15,11 @@ import pytest
 
 # Files of which nothing is quick.
 REST = [
-    "test_operations.py",  # minutes of random programs, cases and faults
+    "test_random.py",  # minutes of random programs, cases and faults
     "test_chaos.py",
-    "test_compress_fuzz.py",
+    "test_compress_random.py",
     "test_compress_golden.py",
     "test_golden.py",
-    "test_fusion_foe.py",
     "test_fusion_random.py",
     "test_optim_differential.py",
     "test_c10d_suite.py",  # PyTorch's own tests
@@ -48,11 +47,11 @@ CAPABILITIES = {
         "test_numerics.py",
         "test_calls.py",
         "test_agreement.py",
-        "test_operations.py",
+        "test_random.py",
         "test_golden.py",
         "test_c10d_suite.py",
     ],
-    "DDP": ["test_ddp.py", "test_detach.py", "test_comm_hook_fuzz.py"],
+    "DDP": ["test_ddp.py", "test_detach.py", "test_comm_hook_random.py"],
     "fused optimizers": ["test_optim*.py", "test_dcp.py"],
     "fused operators": ["test_fused_ops.py"],
     "fused functions": ["test_fusion*.py", "test_private.py"],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 
-import hypothesis
 import pytest
 import torch
 from torch.autograd import forward_ad
@@ -15,23 +14,13 @@ from checks import fusion_autograd as checks
 from checks.fusion import Case
 from checks.refused import refused
 from fusedpg.fusion import IllegalProgram, Partial, all_reduce, broadcast
+from fuzz.functions import BINARY, REDUCING, SMOOTH, UNARY, run_cases
 from harness import Context, on_ranks
-from test_fusion_random import BINARY, REDUCING, SMOOTH, UNARY, programs
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_random_gradients_under_all_schedules(world_size: int) -> None:
-    seen = 0
-
-    @hypothesis.settings(max_examples=5)
-    @hypothesis.given(programs(smooth=True))
-    def examples(case: Case) -> None:
-        nonlocal seen
-        counts = harness.pool(world_size).run(checks.random_gradients, case)
-        assert len(set(counts)) == 1
-        seen += counts[0]
-
-    examples()
+    seen = run_cases(lambda: harness.pool(world_size), checks.random_gradients, 5, smooth=True)
     assert seen > 15
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import harness
-from checks import fusion_compile, fusion_compile_foe
+from checks import fusion_compile, fusion_compile_dynamic
 
 pytestmark = pytest.mark.fused_only
 
@@ -32,12 +32,12 @@ def test_rules() -> None:
 
 
 def test_functions_that_the_same_lines_call() -> None:
-    harness.pool(1).run(fusion_compile_foe.instances)
+    harness.pool(1).run(fusion_compile_dynamic.instances)
 
 
 def test_numbers_that_change() -> None:
-    harness.pool(1).run(fusion_compile_foe.many_numbers)
+    harness.pool(1).run(fusion_compile_dynamic.many_numbers)
 
 
 def test_numbers_that_change_before_backward() -> None:
-    harness.pool(1).run(fusion_compile_foe.changes_before_backward)
+    harness.pool(1).run(fusion_compile_dynamic.changes_before_backward)

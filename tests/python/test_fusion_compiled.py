@@ -10,44 +10,28 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import hypothesis
 import pytest
 import torch
 
 import fusedpg
 import harness
-import test_fusion_random as random_programs
 from checks import compiled, shortcuts
 from fusedpg import fusion
 from fusedpg.fusion import compile
+from fuzz.functions import run_cases
 
 pytestmark = pytest.mark.fused_only
 
 
-def run_random(world_size: int, examples: int) -> int:
-    seen = 0
-
-    @hypothesis.settings(max_examples=examples)
-    @hypothesis.given(random_programs.programs())
-    def check(case: compiled.Case) -> None:
-        nonlocal seen
-        counts = harness.pool(world_size).run(compiled.random_program, case)
-        assert len(set(counts)) == 1
-        seen += counts[0]
-
-    check()
-    return seen
-
-
 @pytest.mark.long
 def test_random_programs() -> None:
-    assert run_random(2, 6) > 3
+    assert run_cases(lambda: harness.pool(2), compiled.random_program, 6) > 3
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_many_random_programs(world_size: int) -> None:
-    assert run_random(world_size, 60) > 20
+    assert run_cases(lambda: harness.pool(world_size), compiled.random_program, 60) > 20
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

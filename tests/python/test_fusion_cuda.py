@@ -15,18 +15,17 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import hypothesis
 import pytest
 import torch
 
 import fusedpg
 import harness
-import test_fusion_random as random_programs
 from checks import compiled, cuda_programs
 from checks.cuda_programs import CLOSE, EXACT, FUSED, TYPES
 from fusedpg import fusion
 from fusedpg.fusion import codegen_cuda, nvrtc
 from fusedpg.fusion.compile import CompileError
+from fuzz.functions import run_cases
 
 pytestmark = [pytest.mark.fused_only, pytest.mark.timeout(180)]
 
@@ -191,29 +190,14 @@ def test_chunks(size: int) -> None:
     gpus(size).run(cuda_programs.chunks, 96 * 1024 * 6, torch.float32, 4 << 20)
 
 
-def run_random(world_size: int, examples: int) -> int:
-    seen = 0
-
-    @hypothesis.settings(max_examples=examples)
-    @hypothesis.given(random_programs.programs())
-    def check(case: compiled.Case) -> None:
-        nonlocal seen
-        counts = gpus(world_size).run(compiled.random_program, case)
-        assert len(set(counts)) == 1
-        seen += counts[0]
-
-    check()
-    return seen
-
-
 def test_random_programs() -> None:
-    assert run_random(2, 4) > 1
+    assert run_cases(lambda: gpus(2), compiled.random_program, 4) > 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_many_random_programs(world_size: int) -> None:
-    assert run_random(world_size, 40) > 15
+    assert run_cases(lambda: gpus(world_size), compiled.random_program, 40) > 15
 
 
 def test_without_nvrtc_on_one_rank() -> None:

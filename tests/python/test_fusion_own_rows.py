@@ -10,11 +10,11 @@ import torch.nn.functional as F
 
 import fusedpg
 import harness
-import test_fusion_rows as row_programs
 from checks import own_rows, rows
 from fusedpg import fusion
 from fusedpg.fusion import FuseCollective, IllegalTransformation, OwnRows, Partial, Reorder, Split
 from fusedpg.fusion.schedule import cheapest
+from fuzz import functions
 
 pytestmark = pytest.mark.fused_only
 
@@ -236,7 +236,7 @@ def run_random(world_size: int, examples: int, check: Any, **drawn: Any) -> int:
     """How many have had rows of a rank's own. The same programs each time."""
     shapes = [(2 * world_size, 32), (3 * world_size, 64), (world_size, 2, 96)]
     more = {"shapes": shapes, "reduces": True, **drawn}
-    return row_programs.run_random(world_size, examples, check, **more)
+    return functions.run_cases(lambda: harness.pool(world_size), check, examples, **more)
 
 
 @pytest.mark.long

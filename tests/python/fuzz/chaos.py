@@ -1,7 +1,12 @@
-"""Runs rounds of chaos: starts the ranks, does the harm, and judges what they say."""
+"""Subject: rounds of chaos, in which a group's life ends in one of many ways.
+
+The parent starts the ranks, does the harm, and judges what they say: that all hear of it soon, that
+what has come until then is right, and that nothing is left behind.
+"""
 
 from __future__ import annotations
 
+import atexit
 import collections
 import dataclasses
 import os
@@ -12,15 +17,16 @@ from typing import Any
 
 import harness
 from fuzz import ranks
-from fuzz.rounds import CREW, Round, draw_round
+from fuzz.core import Choices, Wrong
+from fuzz.rounds import CREW, LEFT_OUT, SCENARIOS, Round, draw_round
 
 # Seconds within which ranks must hear of a dead peer, on a machine that has time for them.
 SOON = 2.0
 KILLS = ("kill", "kill in creation", "kill behind messages")
 
 
-class Failure(AssertionError):
-    """Something is wrong; says how to see it again."""
+WHERE = ("any", *SCENARIOS)
+EXAMPLES = 10
 
 
 @dataclasses.dataclass
@@ -68,8 +74,9 @@ class Crew:
         self.close()
 
     def play(self, one: Round) -> None:
-        """One round; raises Failure, after which the crew is a new one."""
+        """One round; raises Wrong, after which the crew is a new one."""
         self.tally.rounds += 1
+        one = dataclasses.replace(one, number=self.tally.rounds)
         self.tally.faults[one.scenario] += 1
         try:
             problems = self._play(one)
@@ -86,7 +93,7 @@ class Crew:
             logs = self._logs(one)
             self.workers.close()
             self.workers = self._hire()
-            raise Failure("\n".join([str(one), replay(one), *problems, *logs]))
+            raise Wrong("\n".join([str(one), *problems, *logs]))
 
     def _logs(self, one: Round) -> list[str]:
         texts = {rank: self.workers.log(rank)[-1500:] for rank in one.members}
@@ -118,9 +125,9 @@ class Crew:
         quiet = ("descriptors", "address space", "small arena", "resize", "fork")
         if one.scenario in quiet or one.scenario.startswith("self-test"):
             return None
-        keys = [f"{one.seed}/{one.number}/running/{rank}" for rank in one.members]
+        keys = [f"{one.number}/running/{rank}" for rank in one.members]
         if one.scenario == "exit":
-            keys.remove(f"{one.seed}/{one.number}/running/{one.victim}")
+            keys.remove(f"{one.number}/running/{one.victim}")
         deadline = time.monotonic() + 20
         while not self.workers.store.check(keys) and time.monotonic() < deadline:
             if one.scenario in ("abort", "leave", "abort and leave", "exit"):
@@ -167,10 +174,25 @@ class Crew:
         return [f"rank {rank} heard of it after {seconds:.1f} s, not within {limit:.1f} s"]
 
 
-def replay(one: Round) -> str:
-    return f"replay: make fuzz SEED={one.seed} ROUND={one.number} SCENARIO='{one.scenario}'"
+def draw(choose: Choices, where: str) -> Round:
+    if where == "any":
+        where = choose.weighted({name: n for name, n in SCENARIOS.items() if name not in LEFT_OUT})
+    return draw_round(choose, where)
 
 
-def run_rounds(crew: Crew, seed: int, numbers: Sequence[int], scenario: str | None = None) -> None:
-    for number in numbers:
-        crew.play(draw_round(seed, number, scenario))
+_crew: Crew | None = None
+
+
+def crew() -> Crew:
+    """That of all rounds that core.check plays."""
+    global _crew
+    if _crew is None:
+        _crew = Crew()
+        atexit.register(_crew.close)
+    return _crew
+
+
+def check(one: Round) -> int:
+    before = crew().tally.turns
+    crew().play(one)
+    return crew().tally.turns - before

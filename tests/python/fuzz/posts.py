@@ -1,4 +1,4 @@
-"""Random programs of sends and receives, and a model that knows which of them end.
+"""Subject: random programs of sends and receives, and a model that knows which of them end.
 
 A program is legal if it ends however the ranks are timed, and even if no send ends before
 its receive has been posted: then MPI and Gloo end it, and so must we, however small the arena is.
@@ -14,9 +14,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checks.cases import same
+import harness
+from fuzz.core import (
+    Choices,
+    Entry,
+    Fault,
+    Trace,
+    draw_fault,
+    fill_arena,
+    harm,
+    has_faults,
+)  # fmt: skip
 from harness import Context
 
+# Ranks, and how large their arena is; "full": nothing is free in it.
+WHERE = ("2, full", "3, none", "4, 64 KB", "3, 4 MB, faults")
+EXAMPLES = 50
+ARENAS = {"full": 4 << 20, "4 MB": 4 << 20, "none": 0, "64 KB": 64 << 10}
 ANY = 9
 """The tag of messages that are received from any source, and of no others."""
 SIZES = (1, 100, 1024, 1025, 16_384, 40_000, 300_000, 700_000)
@@ -33,7 +47,17 @@ class Post:
     tag: int = 0
 
 
-Program = tuple[tuple[Post, ...], ...]
+Posts = tuple[tuple[Post, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What each rank posts, the seed of what is sent, and whether the arena has no room."""
+
+    ranks: Posts
+    seed: int
+    full: bool
+    fault: Fault | None = None
 
 
 def numel(seed: int, source: int, target: int, tag: int, number: int) -> int:
@@ -48,31 +72,48 @@ def contents(seed: int, source: int, target: int, tag: int, number: int) -> torc
     return torch.arange(numel(seed, source, target, tag, number), dtype=torch.int32) + code
 
 
-def draw_program(seed: int, world: int) -> Program:
-    """One that may be legal or not."""
-    rng = random.Random(seed)
+def draw(choose: Choices, where: str) -> Program:
+    """A legal one."""
+    import hypothesis
+
+    world, arena = where.split(", ")[:2]
+    ranks = _draw_posts(choose, int(world))
+    hypothesis.assume(is_legal(ranks))
+    most, fault = max(len(steps) for steps in ranks), None
+    if has_faults(where) and harness.IS_FUSED:
+        fault = draw_fault(choose, int(world), most, together=False)
+    return Program(
+        ranks,
+        choose.getrandbits(30),
+        arena == "full" and harness.IS_FUSED,
+        fault,
+    )
+
+
+def _draw_posts(choose: Choices, world: int) -> Posts:
+    """Some that may be legal or not."""
     posts: list[list[Post]] = [[] for _ in range(world)]
-    for _ in range(rng.randint(1, 40 if rng.random() < 0.2 else 12)):
-        source, target = rng.sample(range(world), 2)
-        tag = ANY if rng.random() < 0.25 else rng.randrange(3)
+    for _ in range(choose.randint(1, 40 if choose.random() < 0.2 else 12)):
+        source, target = choose.sample(range(world), 2)
+        tag = ANY if choose.random() < 0.25 else choose.randrange(3)
         posts[source].append(Post("send", peer=target, tag=tag))
         posts[target].append(Post("recv", peer=None if tag == ANY else source, tag=tag))
-    blocking = rng.choice([0.0, 0.1, 0.4])
-    barriers = rng.randrange(3)
+    blocking = choose.choice([0.0, 0.1, 0.4])
+    barriers = choose.randrange(3)
     program = []
     for mine in posts:
-        rng.shuffle(mine)
+        choose.shuffle(mine)
         steps: list[Post] = []
         open_: list[int] = []
         for number, post in enumerate(mine):
             steps.append(dataclasses.replace(post, number=number))
             open_.append(number)
-            while open_ and rng.random() < blocking:
-                steps.append(Post("wait", open_.pop(rng.randrange(len(open_)))))
-        rng.shuffle(open_)
+            while open_ and choose.random() < blocking:
+                steps.append(Post("wait", open_.pop(choose.randrange(len(open_)))))
+        choose.shuffle(open_)
         steps += [Post("wait", number) for number in open_]
         for _ in range(barriers):
-            steps.insert(rng.randint(0, len(steps)), Post("barrier"))
+            steps.insert(choose.randint(0, len(steps)), Post("barrier"))
         program.append(tuple(steps))
     return tuple(program)
 
@@ -80,7 +121,7 @@ def draw_program(seed: int, world: int) -> Program:
 class _Model:
     """How far the ranks are, and what has met what."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Posts) -> None:
         self.program = program
         self.at = [0] * len(program)
         self.barriers = [0] * len(program)
@@ -138,7 +179,7 @@ class _Model:
         return all(at == len(steps) for at, steps in zip(self.at, self.program))
 
 
-def is_legal(program: Program, limit: int = 2000) -> bool:
+def is_legal(program: Posts, limit: int = 2000) -> bool:
     """Whether the program ends whichever message each receive from any source takes. Programs
     with more than `limit` different courses count as illegal."""
     seen = set()
@@ -166,7 +207,7 @@ def is_legal(program: Program, limit: int = 2000) -> bool:
     return True
 
 
-def program_from(text: str) -> tuple[Post, ...]:
+def steps_from(text: str) -> tuple[Post, ...]:
     """A rank's steps as "send PEER TAG", "recv PEER|any TAG", "barrier" or "wait", which is for
     the first post that has not been waited for."""
     steps: list[Post] = []
@@ -184,29 +225,11 @@ def program_from(text: str) -> tuple[Post, ...]:
     return tuple(steps)
 
 
-def legal_programs(seed: int, count: int, world: int) -> list[tuple[int, Program]]:
-    """The first `count` legal programs of `world` ranks from a seed on, with their seeds."""
-    found: list[tuple[int, Program]] = []
-    while len(found) < count:
-        program = draw_program(seed, world)
-        if is_legal(program):
-            found.append((seed, program))
-        seed += 1
-    return found
-
-
-def _filling(context: Context) -> list[torch.Tensor]:
-    """Tensors that leave no room in the arena."""
-    import fusedpg
-
-    held: list[torch.Tensor] = []
-    for size in (1 << 18, 1 << 10, 1):
-        try:
-            while True:
-                held.append(fusedpg.empty(size, dtype=torch.int32))
-        except torch.OutOfMemoryError:
-            pass
-    return held
+def workers(where: str) -> harness.Workers:
+    world, arena = where.split(", ")[:2]
+    options = {"arena_bytes": ARENAS[arena]} if harness.IS_FUSED else {}
+    timeout = 4.0 if has_faults(where) else 15.0
+    return harness.pool(int(world), options=options, timeout=timeout)
 
 
 def _tensor(like: torch.Tensor, in_arena: bool) -> torch.Tensor:
@@ -220,61 +243,73 @@ def _tensor(like: torch.Tensor, in_arena: bool) -> torch.Tensor:
     return torch.empty_like(like)
 
 
-def run_programs(context: Context, programs: list[tuple[int, Program]], full: bool) -> None:
-    """Runs programs, one after another; `full`: with an arena that has no room."""
-    held = _filling(context) if full else []
-    for seed, program in programs:
-        print(f"program {seed}", flush=True)
-        try:
-            _run(context, seed, program)
-        except Exception as error:
-            raise AssertionError(f"program {seed}: {program[context.rank]}") from error
-        dist.barrier()
-    del held
-
-
-def _run(context: Context, seed: int, program: Program) -> None:
-    me = context.rank
+def run(program: Program, context: Context) -> Trace:
+    held = fill_arena() if program.full else []
+    me, seed = context.rank, program.seed
     rng = random.Random(f"{seed} {me}")
     counts: Counter[Any] = Counter()
     works: dict[int, Any] = {}
-    sent: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    received: dict[int, tuple[torch.Tensor, Post, torch.Tensor | None]] = {}
-    for post in program[me]:
+    sent: dict[int, torch.Tensor] = {}
+    received: dict[int, tuple[torch.Tensor, Post]] = {}
+    for turn, post in enumerate(program.ranks[me]):
+        harm(program.fault, me, turn, [dist.group.WORLD])
         in_arena = context.fused and rng.random() < 0.3
         if post.what == "barrier":
             dist.barrier()
         elif post.what == "wait":
             works[post.number].wait()
             if post.number in sent:
-                tensor, values = sent[post.number]
-                assert same(tensor, values), f"the sent tensor of {post.number} has changed"
-                tensor.fill_(-1)  # it is ours again
-            elif (expected := received[post.number][2]) is not None:
-                assert same(received[post.number][0], expected), f"a message of {post.number}"
-        elif post.what == "send":
-            number = counts["send", post.peer, post.tag]
-            counts["send", post.peer, post.tag] += 1
-            assert post.peer is not None
-            values = contents(seed, me, post.peer, post.tag, number)
-            tensor = _tensor(values, in_arena).copy_(values)
-            sent[post.number] = tensor, values
-            works[post.number] = dist.isend(tensor, post.peer, tag=post.tag)
+                yield Entry(f"{post.number}, sent", sent[post.number])
+                sent[post.number].fill_(-1)  # it is ours again
+            elif received[post.number][1].peer is not None:
+                yield Entry(f"{post.number}, received", received[post.number][0])
         else:
-            number = counts["recv", post.peer, post.tag]
-            counts["recv", post.peer, post.tag] += 1
-            source = (me + 1) % context.world_size if post.peer is None else post.peer
-            values = contents(seed, source, me, post.tag, number)
-            tensor = _tensor(values, in_arena).fill_(-2)
-            received[post.number] = tensor, post, None if post.peer is None else values
-            works[post.number] = dist.irecv(tensor, post.peer, tag=post.tag)
+            number = counts[post.what, post.peer, post.tag]
+            counts[post.what, post.peer, post.tag] += 1
+            if post.what == "send":
+                assert post.peer is not None
+                values = contents(seed, me, post.peer, post.tag, number)
+                sent[post.number] = _tensor(values, in_arena).copy_(values)
+                works[post.number] = dist.isend(sent[post.number], post.peer, tag=post.tag)
+            else:
+                source = (me + 1) % context.world_size if post.peer is None else post.peer
+                values = contents(seed, source, me, post.tag, number)
+                received[post.number] = _tensor(values, in_arena).fill_(-2), post
+                works[post.number] = dist.irecv(received[post.number][0], post.peer, tag=post.tag)
     # Receives from any source take the messages of one rank in their order.
-    for post_number in sorted(received):
-        tensor, post, _ = received[post_number]
+    for post_number, (tensor, post) in sorted(received.items()):
         if post.peer is None:
             source = works[post_number]._source_rank()
             number = counts["any", source]
             counts["any", source] += 1
-            assert same(tensor, contents(seed, source, me, ANY, number)), (
-                f"{post_number} from any source: message {number} of rank {source}"
+            first = contents(seed, source, me, ANY, number)[0]
+            yield Entry(f"{post_number}, received from any", tensor - first)
+    dist.barrier()
+    del held
+
+
+def oracle(program: Program, world: int, rank: int) -> Trace:
+    counts: Counter[Any] = Counter()
+    values: dict[int, torch.Tensor] = {}
+    for post in program.ranks[rank]:
+        if post.what in ("send", "recv") and post.peer is not None:
+            number = counts[post.what, post.peer, post.tag]
+            counts[post.what, post.peer, post.tag] += 1
+            ends = (rank, post.peer) if post.what == "send" else (post.peer, rank)
+            values[post.number] = contents(program.seed, *ends, post.tag, number)
+    what = {post.number: post.what for post in program.ranks[rank] if post.what != "wait"}
+    for post in program.ranks[rank]:
+        if post.what == "wait" and post.number in values:
+            done = "sent" if what[post.number] == "send" else "received"
+            yield Entry(f"{post.number}, {done}", values[post.number])
+    for post in program.ranks[rank]:
+        if post.what == "recv" and post.peer is None:
+            # Whoever has sent it, all are of one size, and count from their first number.
+            length = numel(program.seed, 0, rank, ANY, 0)
+            yield Entry(
+                f"{post.number}, received from any", torch.arange(length, dtype=torch.int32)
             )
+
+
+def bound(program: Program) -> float:
+    return 0.0

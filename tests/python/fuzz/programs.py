@@ -1,21 +1,21 @@
-"""Random programs, drawn from a seed and nothing else.
+"""Random programs of collectives, messages and steps.
 
-Every rank draws the same program. A program is a few groups and, for each lane (a thread
-on every rank), the steps that its groups' members take in this order. Nothing here calls
-torch.distributed: `execute` runs a program and `oracle` says what must come out.
+A program is a few groups and, for each lane (a thread on every rank), the steps that its groups'
+members take in this order. Nothing here calls torch.distributed: `collectives` runs a program and
+`oracle` says what must come out.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
-import random
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from checks.cases import COMPLEX, FLOATS, GLOO, HALF, MOVABLE, REDUCIBLE, supported
+from fuzz.core import Choices, Fault, between_hosts, draw_fault, has_faults, world_of
 
 REDOPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "PREMUL_SUM", "BAND", "BOR", "BXOR")
 SKIPPING = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32)
@@ -57,22 +57,21 @@ class Step:
 class Program:
     """What all ranks do."""
 
-    seed: int
-    world: int
     hosts: bool  # the ranks pretend to be on several machines
     groups: tuple[GroupSpec, ...]
     lanes: tuple[tuple[Step, ...], ...]
+    fault: Fault | None = None  # before a step of the first lane
 
 
 class Draw:
     """Draws the arguments of one step."""
 
-    def __init__(self, rng: random.Random, group: GroupSpec, hosts: bool) -> None:
+    def __init__(self, rng: Choices, group: GroupSpec, hosts: bool) -> None:
         self.rng, self.group, self.hosts = rng, group, hosts
 
     def numel(self) -> int:
         low, high = self.rng.choice(
-            [(0, 1), (1, 4), (2, 40), (2, 40), (41, 3000), (41, 3000), (3000, 50_000), (0, 0)]
+            [(2, 40), (2, 40), (1, 4), (0, 1), (41, 3000), (41, 3000), (3000, 50_000), (0, 0)]
             + [(131_000, 132_000)]
             + [(200_000, 700_000)] * (self.rng.random() < 0.3)
         )
@@ -104,13 +103,10 @@ class Draw:
 
     def reduction(self) -> dict[str, Any]:
         redop = self.rng.choice(("SUM", "SUM", "SUM", *REDOPS))
-        while True:
-            dtype = self.dtype(REDUCIBLE)
-            if not supported(redop, dtype):
-                continue
-            if self.hosts and dtype == torch.bool:
-                continue
-            break
+        able = [
+            t for t in REDUCIBLE if supported(redop, t) and not (self.hosts and t == torch.bool)
+        ]
+        dtype = self.dtype(tuple(able))
         return {"redop": redop, "dtype": dtype, "data": self.data(dtype)}
 
     def data(self, dtype: torch.dtype) -> str:
@@ -349,7 +345,7 @@ ALWAYS_SYNC = {"objects", "disagreement", "refusal", "refusal_of_one", "messages
 LEFT_OUT = set(os.environ.get("FUZZ_WITHOUT", "").split(","))
 
 
-def _draw_group(rng: random.Random, world: int) -> GroupSpec:
+def _draw_group(rng: Choices, world: int) -> GroupSpec:
     size = world if rng.random() < 0.5 else rng.randint(1, world)
     return GroupSpec(
         tuple(sorted(rng.sample(range(world), size))),
@@ -359,9 +355,8 @@ def _draw_group(rng: random.Random, world: int) -> GroupSpec:
     )
 
 
-def _draw_step(rng: random.Random, number: int, index: int, group: GroupSpec, hosts: bool) -> Step:
-    names = [name for name in KINDS if name not in LEFT_OUT]
-    [name] = rng.choices(names, [KINDS[name][0] for name in names])
+def _draw_step(rng: Choices, number: int, index: int, group: GroupSpec, hosts: bool) -> Step:
+    name = rng.weighted({name: KINDS[name][0] for name in KINDS if name not in LEFT_OUT})
     mode = "sync" if name in ALWAYS_SYNC else rng.choice(["sync", "sync", "async", "future"])
     if name == "fused_step":
         mode = rng.choice(["sync", "async"])
@@ -369,21 +364,25 @@ def _draw_step(rng: random.Random, number: int, index: int, group: GroupSpec, ho
     return Step(number, index, name, mode, rng.choice([0, 1, 2, 5]), rng.getrandbits(40), args)
 
 
-def draw_program(seed: int, world: int, *, hosts: bool = False, steps: int = 40) -> Program:
-    """The program of a seed."""
-    rng = random.Random(f"{seed}/{world}/{hosts}/{steps}")
+def draw(choose: Choices, where: str, most: int = 40) -> Program:
+    """A program of at most so many steps."""
+    world, hosts = world_of(where), between_hosts(where)
     lanes: list[tuple[Step, ...]] = []
     groups: list[GroupSpec] = []
     number = 0
-    count = rng.choice([1, 1, 2, 3])
+    count = choose.choice([1, 1, 2, 3])
+    steps = choose.choice([most, most, most, most // 4])
     for _ in range(count):
-        own = range(len(groups), len(groups) + rng.choice([1, 1, 2]))
+        own = range(len(groups), len(groups) + choose.choice([1, 1, 2]))
         # Between hosts, options change nothing that is worth the time.
-        groups += [_draw_group(rng, world) for _ in own]
+        groups += [_draw_group(choose, world) for _ in own]
         lane = []
         for _ in range(max(steps // count, 1)):
-            index = rng.choice(own)
-            lane.append(_draw_step(rng, number, index, groups[index], hosts))
+            index = choose.choice(own)
+            lane.append(_draw_step(choose, number, index, groups[index], hosts))
             number += 1
         lanes.append(tuple(lane))
-    return Program(seed, world, hosts, tuple(groups), tuple(lanes))
+    fault = None
+    if has_faults(where):
+        fault = draw_fault(choose, world, len(lanes[0]), together=True)
+    return Program(hosts, tuple(groups), tuple(lanes), fault)

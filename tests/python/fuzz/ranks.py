@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from fuzz import resources
-from fuzz.calls import Wrong
+from fuzz.core import Wrong
 from fuzz.rounds import LEFT_OUT, Round
 from fuzz.traffic import Traffic
 from harness import Context
@@ -56,7 +56,7 @@ _life = Life()
 
 
 def say(context: Context, one: Round, what: str) -> None:
-    context.store.set(f"{one.seed}/{one.number}/{what}/{context.rank}", "1")
+    context.store.set(f"{one.number}/{what}/{context.rank}", "1")
 
 
 MEETING = timedelta(seconds=20)

@@ -1,10 +1,11 @@
-"""Rounds of chaos, drawn from a seed and nothing else."""
+"""Rounds of chaos: what is drawn."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-import random
+
+from fuzz.core import Choices
 
 CREW = 4
 TRAFFIC = ("sums", "async", "gather", "exchange", "messages", "steps", "mixed")
@@ -33,8 +34,6 @@ LEFT_OUT = set(os.environ.get("FUZZ_WITHOUT", "").split(","))
 class Round:
     """One group's life and what ends it."""
 
-    number: int
-    seed: int
     scenario: str
     members: tuple[int, ...]
     victim: int
@@ -45,10 +44,11 @@ class Round:
     timeout: float  # of the group
     ending: str  # how survivors leave the group: destroy, abort
     variant: int  # of the scenario
+    number: int = 0  # among those that a crew has played
 
     def __str__(self) -> str:
         return (
-            f"round {self.number} (seed {self.seed}): {self.scenario}/{self.variant} of rank "
+            f"round {self.number}: {self.scenario}/{self.variant} of rank "
             f"{self.victim} in {self.members}, {self.traffic} of {self.numel} elements"
             f"{' in the arena' if self.arena else ''}, after {self.delay * 1e3:.1f} ms, "
             f"timeout {self.timeout} s, then {self.ending}"
@@ -64,29 +64,22 @@ class Round:
         return self.scenario in ("stop", "descriptors", "address space", "kill in creation")
 
 
-def draw_round(seed: int, number: int, scenario: str | None = None) -> Round:
-    """The round of a seed and a number."""
-    rng = random.Random(f"{seed}/{number}")
-    names = [name for name in SCENARIOS if name not in LEFT_OUT]
-    [drawn] = rng.choices(names, [SCENARIOS[name] for name in names])
-    scenario = scenario or drawn
-    size = rng.choice([2, 3, 3, 4])
+def draw_round(choose: Choices, scenario: str) -> Round:
+    size = choose.choice([3, 2, 3, 4])
     if scenario in ("writers", "resize", "kill behind messages"):
         size = 3
-    members = tuple(sorted(rng.sample(range(CREW), size)))
-    victim = members[0] if scenario == "shared parameters" else rng.choice(members)
+    members = tuple(sorted(choose.sample(range(CREW), size)))
+    victim = members[0] if scenario == "shared parameters" else choose.choice(members)
     one = Round(
-        number,
-        seed,
         scenario,
         members,
         victim,
-        rng.choice(TRAFFIC),
-        rng.choice([1, 100, 5000, 300_000, 1_500_000]),
-        rng.random() < 0.6,
-        rng.choice([0.0, 0.001, 0.005, 0.02]) * rng.random(),
+        choose.choice(TRAFFIC),
+        choose.choice([1, 100, 5000, 300_000, 1_500_000]),
+        choose.random() < 0.6,
+        choose.choice([0.0, 0.001, 0.005, 0.02]) * choose.random(),
         20.0,
-        rng.choice(["destroy", "destroy", "abort"]),
-        rng.randrange(100),
+        choose.choice(["destroy", "destroy", "abort"]),
+        choose.randrange(100),
     )
     return dataclasses.replace(one, timeout=1.5) if one.short else one

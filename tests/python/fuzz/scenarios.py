@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fuzz import ranks
-from fuzz.calls import Wrong
+from fuzz.core import Wrong
 from fuzz.ranks import REFUSED, Outcome, join, limit, say, until_failure
 from fuzz.rounds import Round
 from fuzz.traffic import Traffic

@@ -1,4 +1,4 @@
-"""Random functions of one rank with reductions over rows, against torch's own functions.
+"""Subject: functions of one rank with reductions over rows, against torch's own functions.
 
 Sizes are often equal and operands broadcast in every way, so that a mistaken dimension has a number
 to give.
@@ -6,7 +6,7 @@ to give.
 
 from __future__ import annotations
 
-import random
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,8 +15,11 @@ import torch.nn.functional as F
 import fusedpg
 from checks.compiled import compiles
 from checks.rows import counted
+from fuzz.core import Choices, Pair, Tape, TapeChoices, done, draw_tape
 from harness import Context
 
+WHERE = ("1",)
+EXAMPLES = 9
 UNARY = [
     "{x} * 0.5",
     "-{x}",
@@ -57,10 +60,9 @@ BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.b
 class Drawn:
     """A function's text, and its arguments."""
 
-    def __init__(self, seed: int) -> None:
-        self._chosen = random.Random(seed)
-        self._generator = torch.Generator().manual_seed(seed)
-        chosen = self._chosen
+    def __init__(self, chosen: TapeChoices) -> None:
+        self._chosen = chosen
+        self._generator = torch.Generator().manual_seed(chosen.getrandbits(24))
         self.dtype = chosen.choice([torch.float64] * 5 + list(BOUNDS)[1:])
         self.arguments: dict[str, torch.Tensor] = {}
         self._values: list[tuple[str, tuple[int, ...]]] = []
@@ -136,27 +138,34 @@ class Drawn:
         self._values.append((name, shape))
 
 
-def run(context: Context, seed: int) -> int:
-    """How many groups of the function ran as generated code."""
-    drawn = Drawn(seed)
+def draw(choose: Choices, where: str) -> Tape:
+    return draw_tape(choose, 40, 120)
+
+
+def bound(program: Tape) -> float:
+    return 0.0
+
+
+def run(program: Tape, context: Context) -> Iterator[Pair]:
+    chosen = program.choices()
+    drawn = Drawn(chosen)
     scope: dict[str, Any] = {"torch": torch, "F": F}
     exec(compile(drawn.text, f"{__file__}.drawn.py", "exec"), scope)
-    fused, ran = fusedpg.fuse(scope["program"]), 0
+    fused = fusedpg.fuse(scope["program"])
     expected = scope["program"](**drawn.arguments)
     bound = BOUNDS[drawn.dtype]
     found = [s for s in fused.schedules(**drawn.arguments) if s.program.groups]
-    for schedule in random.Random(seed).sample(found, min(2, len(found))):
-        note = f"seed {seed}, {drawn.dtype}: {drawn.text}\n{schedule}\n{schedule.program}"
-        with compiles(context), counted() as done:
+    for schedule in chosen.sample(found, min(2, len(found))):
+        note = f"{drawn.dtype}: {drawn.text}\n{schedule}\n{schedule.program}"
+        with compiles(context), counted() as ran:
             try:
                 got = fused.scheduled(*schedule.transformations)(**drawn.arguments)
             except Exception as error:
                 raise AssertionError(f"{error}: {note}") from error
-        ran += len(done)
+        yield done(f"{len(ran)} groups")
         for mine, want in zip(got, expected, strict=True):
             assert mine.dtype == want.dtype, note
             try:
                 torch.testing.assert_close(mine, want, rtol=bound, atol=bound, equal_nan=True)
             except AssertionError as error:
                 raise AssertionError(f"{error}: {note}") from error
-    return ran

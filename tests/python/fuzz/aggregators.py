@@ -1,19 +1,27 @@
-"""Random programs of groups that use aggregators, against sums in double precision."""
+"""Subject: groups that use aggregators, against sums in double precision."""
 
 from __future__ import annotations
 
-import gc
+import atexit
+import dataclasses
 import os
 import random
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import fusedpg
+import harness
+from fuzz.core import Choices, Pair, Tape, TapeChoices, done, draw_tape
 from harness import Context
 
+WHERE = ("processes", "threads")
+EXAMPLES = 2
+KEY = "00112233445566778899aabbccddeeff"
+_processes: list[Any] = []
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64)
 SIZES = (0, 1, 255, 257, 10_000, 70_001, 200_000, 600_003)
 
@@ -37,7 +45,7 @@ def tensor(
 class Call:
     """An operation under way, and what must come of it."""
 
-    def __init__(self, context: Context, draw: random.Random, groups: list[Any]) -> None:
+    def __init__(self, context: Context, draw: TapeChoices, groups: list[Any]) -> None:
         seed, which = draw.getrandbits(24), draw.randrange(len(groups))
         self.text = f"seed {seed} group {which}"
         group = groups[which]
@@ -98,7 +106,7 @@ class Call:
                 found.fill_(7)  # it belongs to the program again
 
 
-def options(draw: random.Random, places: str) -> fusedpg.Options:
+def options(draw: TapeChoices, places: str) -> fusedpg.Options:
     some = places.split(",")[: draw.randint(1, 2)]
     return fusedpg.Options(
         aggregators=",".join(some),
@@ -109,12 +117,54 @@ def options(draw: random.Random, places: str) -> fusedpg.Options:
     )
 
 
-def program(context: Context, places: str, seed: int, steps: int) -> None:
+def workers(where: str) -> harness.Workers:
+    from test_aggregators import Aggregator, on_hosts  # it starts processes, and knows how
+
+    if not _processes:
+        _processes.extend([Aggregator(), Aggregator()])
+        for one in _processes:
+            atexit.register(one.close)
+    places = ",".join(one.place for one in _processes)
+    return harness.pool(3, env=on_hosts(3, PLACES=places), oracle=False, one_host=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """Where the aggregators are, and the choices of what is done with them."""
+
+    where: str
+    tape: Tape
+
+
+def draw(choose: Choices, where: str) -> Program:
+    return Program(where, draw_tape(choose, 500, 1000))
+
+
+def bound(program: Program) -> float:
+    return 0.0
+
+
+def run(program: Program, context: Context) -> Iterator[Pair]:
+    if program.where == "processes":
+        yield from calls(context, os.environ["PLACES"], program.tape)
+        return
+    from fusedpg.aggregator import Aggregator
+
+    server = Aggregator(key=KEY) if context.rank < 2 else None
+    both: list[Any] = [None] * context.world_size
+    dist.all_gather_object(both, server.place if server else None)
+    yield from calls(context, f"{both[0]},{both[1]}", program.tape)
+    dist.barrier()
+    if server is not None:
+        server.close()
+
+
+def calls(context: Context, places: str, tape: Tape) -> Iterator[Pair]:
     """The same of all ranks, at a pace of their own."""
-    draw, pace = random.Random(seed), random.Random(seed + 1000 * (context.rank + 1))
+    draw, pace = tape.choices(), random.Random(context.rank)
     groups = [dist.new_group(pg_options=options(draw, places)) for _ in range(3)]
     flying: list[Call] = []
-    for _ in range(steps):
+    while draw.left > 0:
         if draw.random() < 0.03:
             for call in flying:
                 call.check()
@@ -124,102 +174,10 @@ def program(context: Context, places: str, seed: int, steps: int) -> None:
         if pace.random() < 0.1:
             time.sleep(0.01 * pace.random())
         flying.append(Call(context, draw, groups))
+        yield done(flying[-1].text)
         while len(flying) > draw.randint(0, 4):
             flying.pop(draw.randrange(len(flying))).check()
     for call in flying:
         call.check()
     for group in groups:
         dist.destroy_process_group(group)
-
-
-def beside_the_ranks(context: Context, key: str, seed: int, steps: int) -> None:
-    """Aggregators on threads of ranks 0 and 1, which are used by all: a program, DDP, and drain."""
-    from fusedpg.aggregator import Aggregator
-
-    server = Aggregator(key=key) if context.rank < 2 else None
-    both: list[Any] = [None] * context.world_size
-    dist.all_gather_object(both, server.place if server else None)
-    places = f"{both[0]},{both[1]}"
-    program(context, places, seed, steps)
-    found = []
-    group = dist.new_group(pg_options=fusedpg.Options(aggregators=places, aggregate="on"))
-    for where in (None, group):
-        torch.manual_seed(3)
-        model = torch.nn.Linear(300, 400)
-        ddp = torch.nn.parallel.DistributedDataParallel(model, process_group=where)
-        draw = torch.Generator().manual_seed(context.rank)
-        for _ in range(3):
-            ddp(torch.randn(8, 300, generator=draw)).square().sum().backward()
-        found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
-    assert all(torch.equal(*pair) for pair in zip(*found)) and len(found[0]) == 2
-    assert fusedpg.stats(group)["all_reduce"]["paths"]["aggregated"] >= 3
-    dist.barrier()
-    if server is not None:
-        server.drain()  # the group goes on
-        assert server.active
-    dist.barrier()
-    t = torch.ones(200_000)
-    dist.all_reduce(t, group=group)
-    assert bool((t == context.world_size).all())
-    dist.destroy_process_group(group)
-    if server is not None:
-        deadline = time.monotonic() + 10
-        while server.active:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        assert server.stats()["failed"] == 0
-        server.close()
-    dist.barrier()
-
-
-def ends_beside_the_ranks(context: Context, key: str) -> str:
-    """What is raised when the aggregator on a thread of rank 0 is closed under its group."""
-    from fusedpg.aggregator import Aggregator
-
-    server = Aggregator(key=key) if context.rank == 0 else None
-    place = [server.place if server else None]
-    dist.broadcast_object_list(place)
-    group = dist.new_group(pg_options=fusedpg.Options(aggregators=place[0], aggregate="on"))
-    dist.all_reduce(torch.ones(200_000), group=group)
-    dist.barrier()
-    if server is not None:
-        server.close()
-    try:
-        dist.all_reduce(torch.ones(200_000), group=group)
-    except dist.DistBackendError as error:
-        return str(error)
-    raise AssertionError("no error")
-
-
-def held() -> tuple[int, int]:
-    """Descriptors, and bytes of this process's own memory."""
-    gc.collect()
-    return len(os.listdir("/proc/self/fd")), memory("self")
-
-
-def memory(pid: str) -> int:
-    with open(f"/proc/{pid}/smaps_rollup") as file:
-        fields = dict(line.split(":") for line in file.read().splitlines()[1:])
-    return 1024 * int(fields["Private_Dirty"].split()[0])
-
-
-def many(context: Context, places: str, count: int) -> tuple[int, int]:
-    """What a rank holds more after so many operations than after some."""
-    group = dist.new_group(pg_options=fusedpg.Options(aggregators=places, aggregate="on"))
-    t = torch.zeros(100_000)
-
-    def run(n: int) -> None:
-        for step in range(n):
-            t.zero_()
-            t[256 * (step % 300) :][:2000] = context.rank + 1
-            if step % 2:
-                fusedpg.sparse_all_reduce(t, group=group)
-            else:
-                dist.all_reduce(t, group=group)
-
-    run(100)
-    before = held()
-    run(count)
-    after = held()
-    dist.destroy_process_group(group)
-    return after[0] - before[0], after[1] - before[1]

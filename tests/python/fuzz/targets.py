@@ -1,4 +1,4 @@
-"""Calls of `into` on tensors that overlap, move, change their kind and come back.
+"""Subject: calls of `into` on tensors that overlap, move, change their kind and come back.
 
 All numbers are small and whole, so that sums are exact and everything is compared bit by bit.
 """
@@ -6,8 +6,7 @@ All numbers are small and whole, so that sums are exact and everything is compar
 from __future__ import annotations
 
 import contextlib
-import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,9 +18,12 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 import fusedpg
 from checks.compiled import compiles, environment
 from checks.refused import refused
-from checks.shortcuts import taken
 from fusedpg import fusion
+from fuzz.core import Choices, Pair, Tape, TapeChoices, done, draw_tape
 from harness import Context
+
+WHERE = ("2", "1", "3")
+EXAMPLES = 2
 
 
 def momentum(g: fusion.Partial, w: fusion.Replicate, m: fusion.Shard, lr: float, flip: bool) -> Any:
@@ -78,7 +80,7 @@ PROGRAMS: dict[Any, tuple[str, str]] = {  # layouts of tensors and of results
 class Memory:
     """Of all ranks, as each of them knows it; the tensors of a call are views of it."""
 
-    def __init__(self, context: Context, drawn: random.Random) -> None:
+    def __init__(self, context: Context, drawn: TapeChoices) -> None:
         self.drawn, self.size, self.rank = drawn, context.world_size, context.rank
         self.numel = drawn.choice([1, 3, 16, 130, 3000, 40_000])
         self.length = 8 * self.numel + 1
@@ -115,9 +117,16 @@ class Memory:
         return memory.as_strided((length,), (stride,), at)
 
 
-def run(context: Context, seed: int) -> tuple[int, int]:
-    """How many calls found another of the same places, and how many took its shortcut."""
-    drawn = random.Random(seed)
+def draw(choose: Choices, where: str) -> Tape:
+    return draw_tape(choose, 1500, 3000)
+
+
+def bound(program: Tape) -> float:
+    return 0.0
+
+
+def run(program: Tape, context: Context) -> Iterator[Pair]:
+    drawn = program.choices()
     memory = Memory(context, drawn)
     fused = {
         function: [
@@ -129,9 +138,12 @@ def run(context: Context, seed: int) -> tuple[int, int]:
         for function in PROGRAMS
     }
     group: Any = None
-    with compiles(context), taken() as found:
+    with compiles(context):
         shapes: list[Any] = []
-        for count in range(150):
+        count = 0
+        while drawn.left > 0:
+            count += 1
+            yield done(f"call {count}")
             if not shapes or drawn.random() < 0.12:
                 function = drawn.choice(list(PROGRAMS))
                 given, results = PROGRAMS[function]
@@ -151,8 +163,7 @@ def run(context: Context, seed: int) -> tuple[int, int]:
             if drawn.random() < 0.05:
                 group = drawn.choice([None, "new"])
                 group = group and dist.new_group(backend="fused")
-            _call(context, memory, fused, shape, count, group, seed)
-    return len(found), sum(found)
+            _call(context, memory, fused, shape, count, group)
 
 
 def _call(
@@ -162,7 +173,6 @@ def _call(
     shape: Any,
     count: int,
     group: Any,
-    seed: int,
 ) -> None:
     drawn, size, rank = memory.drawn, memory.size, memory.rank
     function, which, places, targets = shape
@@ -208,7 +218,7 @@ def _call(
     how = drawn.choice(["into", "into", "into", "into", "async", "eager", "inference", "grad"])
     env: Any = environment(FUSEDPG_FUSION="eager") if how == "eager" else contextlib.nullcontext()
     call = fused[function][which]
-    note = f"seed {seed}, call {count} {how}: {function.__name__} {which} {places} -> {targets}"
+    note = f"call {count} {how}: {function.__name__} {which} {places} -> {targets}"
     note += f" {numbers} of {memory.numel} {memory.dtype}"
     distinct = all(a is not b for n, a in enumerate(into) for b in into[:n])
     if not distinct or any(_overlap(memory, targets, r) for r in range(memory.size)):

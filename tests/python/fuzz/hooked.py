@@ -1,4 +1,4 @@
-"""Fused optimizers with a compressing communication hook, in random ways: what ranks check.
+"""Subject: fused optimizers with a compressing communication hook.
 
 The oracle is one process: gradients of all ranks in numpy, compressed by the formulas of the
 papers, and an optimizer of torch on their mean.
@@ -24,11 +24,22 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedpg
+import harness
 from checks import compress as checks
 from checks.optim_script import OPTIMIZERS, of_torch
 from fusedpg import compress
+from fuzz.core import Choices, Entry, Trace
 from harness import Context
 
+WHERE = ("2", "3", "4", "two of two", "crossed", "two and one")
+EXAMPLES = 2
+PAIRS = (
+    ("topk", "none"), ("topk", "residual"), ("topk", "dgc"), ("topk", "efsignsgd"),
+    ("guarded_threshold", "residual"), ("threshold", "residual"), ("efsignsgd", "residual"),
+    ("efsignsgd", "efsignsgd"), ("onebit", "residual"), ("lossless", ""),
+)  # fmt: skip
+HOSTS = {"two of two": ((0, 1), (2, 3)), "crossed": ((0, 2), (1, 3))}
+RESTARTS = ("full", "consolidate", "local", "dcp", "torch", "reattach", "rewrap")
 Array = np.ndarray[Any, Any]
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 TOLERANCE = {"fp32": (3e-5, 3e-6), "fp64": (1e-9, 1e-10)}
@@ -50,7 +61,7 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One training, drawn from a seed."""
+    """One training."""
 
     params: dict[str, Any]
     steps: tuple[Step, ...]
@@ -67,6 +78,70 @@ class Case:
     clip: str = ""
     share: bool = False
     seed: int = 0
+
+
+def draw(choose: Choices, where: str) -> Case:
+    compressor, memory = choose.choice(PAIRS)
+    schedule: str | int = "layer"
+    ratio = choose.choice([0.01, 0.07, 0.5])
+    if compressor == "lossless":
+        compressor, memory = choose.choice(
+            [("topk", "residual"), ("none", "none"), ("topk", "none")]
+        )
+        schedule, ratio = choose.choice(["bucket", "one", 2, 3, "auto", "auto"]), 1.0
+    params = {
+        "compressor": compressor, "memory": memory, "compress_ratio": ratio, "threshold": 1.0,
+        "communicator": choose.choice(["allgather", "broadcast", "alltoall", "ps"]), "lr": 0.25,
+        "momentum": 0.8,
+    }  # fmt: skip
+    scaled = choose.random() < 0.4
+    graph = choose.choice(["", "", "find_unused", "static"])
+
+    def step(number: int) -> Step:
+        lr = choose.choice([0.01, 0.02, 0.005])
+        backwards = choose.choice([(0,), (0,), (1,), (2,), (0, 1), (1, 0)])
+        restart = choose.choice(RESTARTS) if number and choose.random() < 0.3 else ""
+        if graph == "static" and (restart or number == 0):
+            backwards = (0,)  # DDP wants to see the first one
+        return Step(
+            lr=lr,
+            backwards=backwards,
+            restart=restart,
+            split=choose.randrange(4),
+            adopt=number > 1 and choose.random() < 0.3,
+            bad=choose.randrange(2) if scaled and choose.random() < 0.3 else -1,
+            zeros=choose.random() < 0.3,
+        )
+
+    return Case(
+        params,
+        tuple(step(number) for number in range(40 if schedule == "auto" else 8)),
+        optimizer=choose.choice(["SGD", "Adam", "AdamW", "LAMB"]),
+        schedule=schedule,
+        dtype=choose.choice(["fp32", "fp64"]),
+        hosts=HOSTS.get(where, ()),
+        split=choose.randrange(4),
+        others=choose.random() < 0.4,
+        graph=graph,
+        view=choose.random() < 0.5,
+        bucket_bytes=choose.choice([60, 1000, 10**6]),
+        scaled=scaled,
+        clip=choose.choice(["", "option", "torch", "own"]),
+        share=where not in harness.HOSTS and choose.random() < 0.2,
+        seed=choose.getrandbits(24),
+    )
+
+
+def bound(case: Case) -> tuple[float, float]:
+    return TOLERANCE[case.dtype]
+
+
+def module_of(case: Case) -> Any:
+    torch.manual_seed(case.seed)
+    module = checks.Given(dtype=DTYPES[case.dtype])
+    for p in module.parts:
+        torch.nn.init.normal_(p)
+    return module
 
 
 def partition(size: int, split: int) -> list[list[int]]:
@@ -174,9 +249,9 @@ class Compression:
 class Wanted:
     """Training in one process."""
 
-    def __init__(self, size: int, case: Case, parts: list[torch.Tensor]) -> None:
+    def __init__(self, size: int, case: Case) -> None:
         self.case, self.size = case, size
-        self.parts = [p.detach().clone().double() for p in parts]
+        self.parts = [p.detach().double() for p in module_of(case).parts]
         self.compression = Compression(size, case)
         self.theirs = set(OTHERS) if case.others else set()
         mine = [p for n, p in enumerate(self.parts) if n not in self.theirs]
@@ -188,6 +263,9 @@ class Wanted:
     def adopt(self) -> None:
         self.theirs.clear()
         self.optimizer.add_param_group({"params": [self.parts[n] for n in OTHERS]})
+
+    def restart(self, way: str, split: int) -> None:
+        """Nothing that it would see."""
 
     def backward(self, given: list[list[Array | None]], synchronised: bool) -> None:
         for mine, new in zip(self.local, given):
@@ -256,11 +334,7 @@ class Ours:
         self.theirs = case.others
         self._groups: dict[tuple[int, ...], Any] = {}
         self.split = case.split
-        torch.manual_seed(case.seed)
-        module = checks.Given(dtype=DTYPES[case.dtype])
-        for p in module.parts:
-            torch.nn.init.normal_(p)
-        self.wrap(module, self.new_state())
+        self.wrap(module_of(case), self.new_state())
         self.optimizer = self.make()
         self.others: Any = torch.optim.SGD(self.parts[3:5], lr=0.1, momentum=0.9)
 
@@ -373,8 +447,8 @@ class Ours:
         file.seek(0)
         return torch.load(file, weights_only=True)
 
-    def backward(self, given: list[Array | None], synchronised: bool) -> None:
-        dtype = DTYPES[self.case.dtype]
+    def backward(self, everyone: list[list[Array | None]], synchronised: bool) -> None:
+        given, dtype = everyone[self.context.rank], DTYPES[self.case.dtype]
         grads = [
             None if g is None else torch.from_numpy(g).to(dtype).view(shape)
             for g, shape in zip(given, checks.SHAPES)
@@ -404,31 +478,32 @@ class Ours:
         return norm
 
 
-def train(context: Context, case: Case) -> None:
-    ours = Ours(context, case)
-    wanted = Wanted(context.world_size, case, ours.parts)
-    rtol, atol = TOLERANCE[case.dtype]
+def run(case: Case, context: Context) -> Trace:
+    return _train(case, context.world_size, Ours(context, case))
+
+
+def oracle(case: Case, world: int, rank: int) -> Trace:
+    return _train(case, world, Wanted(world, case))
+
+
+def _train(case: Case, world: int, trained: Any) -> Trace:
     for number, step in enumerate(case.steps):
         if step.restart:
-            for p in (*ours.parts, *wanted.parts):
+            for p in trained.parts:
                 p.grad = None
-            ours.restart(step.restart, step.split)
-        if step.adopt and wanted.theirs:
-            ours.adopt()
-            wanted.adopt()
+            trained.restart(step.restart, step.split)
+        if step.adopt and trained.theirs:
+            trained.adopt()
         count = 0
         for silent in step.backwards:
             for n in range(silent + 1):
-                given = [gradient(case, r, number, count) for r in range(context.world_size)]
+                everyone = [gradient(case, r, number, count) for r in range(world)]
                 count += 1
-                ours.backward(given[context.rank], n == silent)
-                wanted.backward(given, n == silent)
-        norms = ours.step(step), wanted.step(step)
-        if norms[0] is not None and norms[1] is not None:
-            np.testing.assert_allclose(norms[0], norms[1], rtol=1e-5, err_msg=f"step {number}")
-        for n, (mine, theirs) in enumerate(zip(ours.parts, wanted.parts)):
-            torch.testing.assert_close(
-                mine.detach().double(), theirs, rtol=rtol, atol=atol,
-                msg=lambda text, n=n, number=number: f"step {number}, parameter {n}: {text}",
-            )  # fmt: skip
-        checks.alike([p.detach() for p in ours.parts])
+                trained.backward(everyone, n == silent)
+        norm = trained.step(step)
+        if case.clip in ("torch", "own") and step.bad < 0:
+            yield Entry(f"step {number}, norm", norm, bound=(1e-5, 0.0))
+        for n, part in enumerate(trained.parts):
+            yield Entry(
+                f"step {number}, parameter {n}", part.detach().double(), alike=part.detach()
+            )

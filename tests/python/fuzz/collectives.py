@@ -1,4 +1,8 @@
-"""Runs a program on one rank."""
+"""Subject: collectives, messages, objects and optimizers' steps on random groups, from threads.
+
+What must come out of a call stands beside the call (`Call`, `Env`), which looks at all the memory
+around its tensors; so the trace says for each lane what was wrong, and the oracle that nothing is.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +17,15 @@ import torch.distributed as dist
 
 from fuzz import messages, mistakes, moves, reductions, steps
 from fuzz.calls import BUILDERS, Call, Env, Wrong, works_of
-from fuzz.programs import LEFT_OUT, Program, Step, draw_program
+from fuzz.core import Entry, Trace, harm
+from fuzz.programs import LEFT_OUT, Program, Step, draw
 from harness import Context
 
-__all__ = ["messages", "mistakes", "moves", "reductions", "steps"]
+__all__ = ["draw", "messages", "mistakes", "moves", "reductions", "steps"]
+WHERE = ("1", "2", "3", "4", "two", "two and one", "2, faults", "4, faults")
+EXAMPLES = 4
 TIMEOUT = timedelta(seconds=10)
+SHORT = timedelta(seconds=3)  # of groups that may have to wait for a rank that has stopped
 HISTORY = 12
 
 
@@ -39,11 +47,16 @@ class Lane:
         try:
             for turn, step in enumerate(self.program.lanes[self.index]):
                 self._finish([one for one in self.pending if one[0] <= turn])
+                if self.index == 0:
+                    mine = [g for g in self.groups if g != dist.GroupMember.NON_GROUP_MEMBER]
+                    harm(self.program.fault, self.rank, turn, mine)
                 spec = self.program.groups[step.group]
                 if self.rank in spec.ranks:
                     self._take(turn, step)
             self._finish(list(self.pending))
         except BaseException as error:
+            if self.program.fault is not None and self.program.fault.explains(error):
+                return
             text = f"{type(error).__name__}: {error}"
             if not isinstance(error, dist.DistBackendError | Wrong):
                 text = "".join(traceback.format_exception(error))
@@ -128,22 +141,21 @@ class Lane:
             self.wrong.append(f"a future is not done after the Work's wait()\n{self.where()}")
 
 
-def run_program(
-    context: Context, seed: int, hosts: bool, count: int, flip: int | None = None
-) -> tuple[list[str], dict[int, str], int]:
-    """What was wrong, digests by step of what members must have alike, and the steps taken.
-
-    `flip` is a step after which one bit of a result is turned over, to test the test.
-    """
+def run(program: Program, context: Context, flip: int | None = None) -> Trace:
+    """`flip` is a step after which one bit of a result is turned over, to test the test."""
     import fusedpg
 
-    program = draw_program(seed, context.world_size, hosts=hosts, steps=count)
+    fatal = program.fault is not None and program.fault.fatal
+    small = program.fault is not None and program.fault.kind == "no memory"
     groups = [
         dist.new_group(
             list(spec.ranks),
-            timeout=TIMEOUT,
+            timeout=SHORT if fatal else TIMEOUT,
             pg_options=fusedpg.Options(
-                block_skip=spec.block_skip, threads=spec.threads, block_size=spec.block_size
+                block_skip=spec.block_skip,
+                threads=spec.threads,
+                block_size=spec.block_size,
+                **({"arena_bytes": 4 << 20} if small else {}),
             ),
         )
         for spec in program.groups
@@ -157,10 +169,24 @@ def run_program(
     lanes[0].run()
     for thread in threads:
         thread.join()
-    wrong = [text for lane in lanes for text in lane.wrong]
-    digests = {number: text for lane in lanes for number, text in lane.digests.items()}
-    if not wrong:
-        for spec, group in zip(program.groups, groups, strict=True):
-            if context.rank in spec.ranks:
-                dist.destroy_process_group(group)
-    return wrong, digests, sum(lane.count for lane in lanes)
+    for lane in lanes:
+        yield Entry(f"lane {lane.index}", lane.wrong)
+    for lane in lanes:
+        for number in sorted(lane.digests):
+            yield Entry(f"step {number}", None, alike=lane.digests[number])
+    for spec, group in zip(program.groups, groups, strict=True):
+        if context.rank in spec.ranks and not fatal:
+            dist.destroy_process_group(group)
+
+
+def oracle(program: Program, world: int, rank: int) -> Trace:
+    for index in range(len(program.lanes)):
+        yield Entry(f"lane {index}", [])
+    for lane in program.lanes:
+        for step in lane:
+            if rank in program.groups[step.group].ranks:
+                yield Entry(f"step {step.number}", None)
+
+
+def bound(program: Program) -> float:
+    return 0.0

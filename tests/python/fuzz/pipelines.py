@@ -1,9 +1,9 @@
-"""Random functions of two pipeline stages, with several messages each, against one process."""
+"""Subject: functions of two pipeline stages, with several messages each, against one process."""
 
 from __future__ import annotations
 
 import dataclasses
-import random
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,8 +13,11 @@ import fusedpg
 from checks.fusion import Contributions, compiled, reference_all_reduce, shard
 from checks.pipeline import Place, backends, first, last, middle, run_first
 from fusedpg import fusion
+from fuzz.core import Choices, Pair, Tape, done, draw_tape
 from harness import Context
 
+WHERE = ("4", "two of two", "crossed", "three and one")
+EXAMPLES = 3
 BOUND = {torch.float64: 1e-9, torch.float32: 3e-4, torch.bfloat16: 6e-2, torch.bool: 0}
 SHAPES = [(), (0,), (1,), (2,), (5,), (3, 0), (1, 1), (7, 33), (40,), (2, 3, 17), (70_001,)]
 SENT = [
@@ -54,10 +57,10 @@ class Message:
     named: bool
 
 
-class Pair:
+class Stages:
     """The functions of two stages that send to each other."""
 
-    def __init__(self, chosen: random.Random, grad: bool, both: bool) -> None:
+    def __init__(self, chosen: Choices, grad: bool, both: bool) -> None:
         count = chosen.randint(1, 4)
         tags: dict[bool, list[int]] = {
             back: chosen.sample([0, 1, 2, 3, 500, 16_383], count) for back in (False, True)
@@ -149,18 +152,27 @@ class Pair:
         return results
 
 
-def run(context: Context, seed: int) -> None:
-    """Several calls of random pairs, in flight together; a failure names its seed."""
+def draw(choose: Choices, where: str) -> Tape:
+    return draw_tape(choose, 100, 200)
+
+
+def run(program: Tape, context: Context) -> Iterator[Pair]:
+    """Several calls of some pairs, in flight together."""
     for backend in backends(context):
-        Play(context, backend, seed).play()
+        Play(context, backend, program).play()
+        yield done(backend)
+
+
+def bound(program: Tape) -> float:
+    return 0.0
 
 
 class Play:
-    def __init__(self, context: Context, backend: str, seed: int) -> None:
-        self.context, self.backend, self.seed = context, backend, seed
-        self.chosen = random.Random(seed)
+    def __init__(self, context: Context, backend: str, program: Tape) -> None:
+        self.context, self.backend = context, backend
+        self.chosen = program.choices()
         self.place = Place(context, backend, 2, 40)
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(self.chosen.getrandbits(24))
         self.draw = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64)
         self.open: list[Any] = []
 
@@ -169,7 +181,7 @@ class Play:
         plan = []
         for _ in range(2):
             grad = chosen.random() < 0.5
-            plan.append((grad, Pair(chosen, grad, both=chosen.random() < 0.4)))
+            plan.append((grad, Stages(chosen, grad, both=chosen.random() < 0.4)))
         for call in range(7):
             grad, pair = chosen.choice(plan)
             grad = grad and chosen.random() < 0.8
@@ -189,7 +201,7 @@ class Play:
             finish()
         self.open = []
 
-    def call(self, number: int, pair: Pair, grad: bool, async_op: bool, how: str) -> None:
+    def call(self, number: int, pair: Stages, grad: bool, async_op: bool, how: str) -> None:
         place = self.place
         drawn = pair.drawn(self.draw, place.size)
         mine: dict[str, Any] = {}
@@ -201,7 +213,7 @@ class Play:
             if m.back != (place.stage == 1):
                 mine[f"like{i}"] = torch.full(m.shape, float("nan"), dtype=m.dtype)
         what = (
-            f"seed {self.seed}, {self.backend}, call {number}, stage {place.stage}, grad {grad}, "
+            f"{self.backend}, call {number}, stage {place.stage}, grad {grad}, "
             f"async {async_op}, {how}\n{pair.texts[0]}\n{pair.texts[1]}\n"
             f"{[(m.shape, m.dtype) for m in pair.messages]}"
         )
@@ -239,7 +251,7 @@ class Play:
         else:
             finish()
 
-    def finish(self, pair: Pair, got: Any, want: Any, mine: Any, leaves: Any, grad: bool) -> None:
+    def finish(self, pair: Stages, got: Any, want: Any, mine: Any, leaves: Any, grad: bool) -> None:
         place = self.place
         upstream = []
         for m, x, full in zip(pair.messages, got, want):

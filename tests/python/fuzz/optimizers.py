@@ -1,18 +1,23 @@
-"""Random sequences of what users do with an optimizer, here and with torch.optim."""
+"""Subject: sequences of what users do with an optimizer, here and with torch.optim.
+
+The oracle is an optimizer of torch's in each process, on the mean of all ranks' gradients.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import harness
 from checks.cases import distance, randn
 from checks.refused import refused
+from fuzz.core import Choices, Entry, Pair, Tape, draw_tape
 from harness import Context
 
 SHAPES = ((67,), (5, 13), (), (3, 0), (2, 3, 7), (33,), (1,))
@@ -34,43 +39,43 @@ class Model(nn.Module):
         return sum(((self.weights[i] * g).sum() for i, g in gradients.items()), zero * 1)
 
 
-class Choices:
-    """What random.Random is asked for, answered from a list of numbers that hypothesis draws, and
-    shrinks: the first of what there is to choose when they are at an end."""
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """An optimizer, how it is used, and the choices of what is done with it."""
 
-    def __init__(self, numbers: list[int]) -> None:
-        self._numbers = iter(numbers)
-        self.left = len(numbers)
+    kind: str
+    mode: str
+    tape: Tape
 
-    def randrange(self, stop: int) -> int:
-        self.left -= 1
-        return next(self._numbers, 0) % stop
 
-    def random(self) -> float:
-        # What is rare happens where this is small: not where all numbers are zero.
-        return 1 - (self.randrange(100) + 1) / 100
+KINDS = ("SGD", "Adam", "AdamW")
+MODES = ("manual", "ddp", "overlap")
+WHERE = tuple(f"{size}, {kind}, {mode}" for size in (2, 1, 3) for kind in KINDS for mode in MODES)
+EXAMPLES = 7
 
-    def choice(self, some: Sequence[Any]) -> Any:
-        return some[self.randrange(len(some))]
 
-    def sample(self, some: Sequence[Any], count: int) -> list[Any]:
-        left = list(some)
-        return [left.pop(self.randrange(len(left))) for _ in range(count)]
+def workers(where: str) -> harness.Workers:
+    return harness.pool(int(where[0]))
+
+
+def draw(choose: Choices, where: str) -> Program:
+    _, kind, mode = where.split(", ")
+    return Program(kind, mode, draw_tape(choose, 20, 250))
 
 
 class Run:
     """One sequence: the same on all ranks."""
 
-    def __init__(self, context: Context, kind: str, mode: str, numbers: list[int]) -> None:
+    def __init__(self, context: Context, program: Program) -> None:
         import fusedpg
 
-        self.context, self.kind, self.mode = context, kind, mode
-        self.draw = Choices(numbers)
+        self.context, self.kind, self.mode = context, program.kind, program.mode
+        self.draw = program.tape.choices()
         self.log: list[str] = []
         self.number = 0
         self.mine, self.twin = Model(), Model()
         self.ddp: Any = None
-        if mode != "manual":
+        if self.mode != "manual":
             self.ddp = DistributedDataParallel(
                 self.mine,
                 find_unused_parameters=True,
@@ -81,11 +86,11 @@ class Run:
         self.options = self.hyperparameters()
         ours = list(self.mine.weights)[:FIRST]
         theirs = list(self.twin.weights)[:FIRST]
-        overlap = mode == "overlap"
-        self.fused: Any = getattr(fusedpg.optim, kind)(
+        overlap = self.mode == "overlap"
+        self.fused: Any = getattr(fusedpg.optim, self.kind)(
             ours, ddp=self.ddp, overlap=overlap, **self.options
         )
-        self.torch: Any = getattr(torch.optim, kind)(theirs, foreach=False, **self.options)
+        self.torch: Any = getattr(torch.optim, self.kind)(theirs, foreach=False, **self.options)
         self.both = (self.fused, self.torch)
         self.saved: list[dict[str, Any]] = []
 
@@ -307,43 +312,47 @@ class Run:
             for model in (self.mine, self.twin):
                 model.weights[i].data.mul_(0.5)
 
-    def agree(self) -> None:
+    def found(self) -> Iterator[Pair]:
         for i, (mine, want) in enumerate(zip(self.mine.weights, self.twin.weights, strict=True)):
+            label = f"{self.log[-1:]}, weight {i}"
             error = distance(mine.detach(), want.detach()) if mine.numel() else 0.0
-            assert error <= 1e-10, (i, error)
+            yield Pair(Entry(label, error <= 1e-10), Entry(label, True))
             ours, theirs = self.fused.state.get(mine, {}), self.torch.state.get(want, {})
-            theirs = {key for key, value in theirs.items() if value is not None}
-            assert ours.keys() == theirs, (i, ours.keys(), theirs)
+            there = {key for key, value in theirs.items() if value is not None}
+            yield Pair(Entry(f"{label}: state", set(ours)), Entry(f"{label}: state", there))
 
-    def run(self) -> None:
-        actions: list[tuple[Callable[[], None], int]] = [
-            (self.step, 8),
-            (self.freeze, 2),
-            (self.option, 3),
-            (self.group, 1),
-            (self.move, 1),
-            (self.clear, 1),
-            (self.save, 2),
-            (self.load, 2),
-            (self.own, 1),
-            (self.write, 1),
-            (self.copy, 1),
-        ]
-        often = [action for action, weight in actions for _ in range(weight)]
+    def run(self) -> Iterator[Pair]:
+        actions: dict[Callable[[], None], int] = {
+            self.step: 8,
+            self.freeze: 2,
+            self.option: 3,
+            self.group: 1,
+            self.move: 1,
+            self.clear: 1,
+            self.save: 2,
+            self.load: 2,
+            self.own: 1,
+            self.write: 1,
+            self.copy: 1,
+        }
         while self.draw.left > 0:
-            self.draw.choice(often)()
-            self.agree()
+            self.draw.weighted(actions)()
+            yield from self.found()
 
 
 class Refused(Exception):
     """Both optimizers have refused a step: torch has updated some groups by then."""
 
 
-def sequence(context: Context, kind: str, mode: str, numbers: list[int]) -> None:
-    run = Run(context, kind, mode, numbers)
+def run(program: Program, context: Context) -> Iterator[Pair]:
+    both = Run(context, program)
     try:
-        with contextlib.suppress(Refused):
-            run.run()
+        yield from both.run()
+    except Refused:
+        pass
     except Exception as error:
-        log = "\n".join(run.log[-40:])
-        raise AssertionError(f"{kind} {mode} {numbers}: {error!r}\n{log}") from error
+        raise AssertionError("\n".join([repr(error), *both.log[-40:]])) from error
+
+
+def bound(program: Program) -> float:
+    return 0.0

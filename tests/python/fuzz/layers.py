@@ -1,4 +1,4 @@
-"""Random models of parallel layers, trained beside the same model of plain torch in one process."""
+"""Subject: models of parallel layers, trained beside the same model of plain torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import copy
 import io
 import os
-import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,9 +23,11 @@ from checks.compiled import compiles
 from fusedpg import tensor_parallel
 from fusedpg.fusion import compile as compiling
 from fusedpg.tensor_parallel import _epilogue
+from fuzz.core import Choices, Pair, Tape, done, draw_tape
 from harness import Context
 
-GRAPHS = True
+WHERE = ("2", "3")
+EXAMPLES = 7
 BOUNDS = {torch.float64: 1e-10, torch.float32: 2e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2}
 LEADS = [(), (0,), (1,), (3,), (2, 0), (5, 1), (2, 7), (33,), (4, 3, 2), (700,)]
 ACTIVATIONS = [F.gelu, F.silu, torch.tanh, None]
@@ -86,7 +87,7 @@ class Model(nn.Module):
         return x if isinstance(side, int) else x + side
 
 
-def draw_specs(chosen: random.Random, size: int) -> list[dict[str, Any]]:
+def draw_specs(chosen: Choices, size: int) -> list[dict[str, Any]]:
     specs = []
     width = chosen.choice([1, 3, 8, 17, 40])
     for _ in range(chosen.randint(1, 3)):
@@ -112,7 +113,7 @@ def draw_specs(chosen: random.Random, size: int) -> list[dict[str, Any]]:
 
 
 def parallel(
-    whole: Model, how: str, group: dist.ProcessGroup, chosen: random.Random, dtype: torch.dtype
+    whole: Model, how: str, group: dist.ProcessGroup, chosen: Choices, dtype: torch.dtype
 ) -> Model:
     """The model in the other way, from the same weights."""
     model = copy.deepcopy(whole).to(dtype)
@@ -216,23 +217,29 @@ def same_everywhere(group: dist.ProcessGroup, tensor: torch.Tensor, what: str) -
             raise Failure(f"{what}: ranks differ: {(other.double() - tensor.double()).abs().max()}")
 
 
-def train(context: Context, seed: int, verbose: bool = False) -> None:
-    """Some steps of a random model."""
-    chosen = random.Random(seed)
-    torch.manual_seed(seed)
+def draw(choose: Choices, where: str) -> Tape:
+    return draw_tape(choose, 60, 120)
+
+
+def bound(program: Tape) -> float:
+    return 0.0
+
+
+def run(program: Tape, context: Context) -> Iterator[Pair]:
+    """Some steps of a model."""
+    chosen = program.choices()
+    torch.manual_seed(chosen.getrandbits(24))
     size = context.world_size
     specs = draw_specs(chosen, size)
     dtype = chosen.choice([torch.float64, torch.float64, torch.float32, torch.bfloat16])
     again = chosen.random() < 0.25
     how = chosen.choice(["styles", "from_linear", "made"])
     mode = chosen.choice(["compiled", "compiled", "eager", "no compiler"])
-    graph = chosen.random() < 0.15 and GRAPHS
+    graph = chosen.random() < 0.15
     frozen = chosen.choice([None, None, "up", "down", "weights"])
     momentum = chosen.choice([0.0, 0.9])
-    what = f"seed {seed}: {dtype}, {how}, {mode}, again {again}, graph {graph}, {frozen}, {specs}"
+    what = f"{dtype}, {how}, {mode}, again {again}, graph {graph}, {frozen}, {specs}"
     group = dist.group.WORLD
-    if verbose:
-        print(what, flush=True)
     whole = Model(specs, torch.float64, False)
     if dtype != torch.float64:  # the same numbers
         for parameter in whole.parameters():
@@ -246,12 +253,12 @@ def train(context: Context, seed: int, verbose: bool = False) -> None:
     broken = chosen.randrange(size)
     env = compiles(context) if mode != "eager" else contextlib.nullcontext()
     with env, without_compiler(mode == "no compiler" and context.rank == broken):
-        _steps(context, chosen, whole, mine, plain, dtype, momentum, graph, what, group)
+        yield from _steps(context, chosen, whole, mine, plain, dtype, momentum, graph, what, group)
 
 
 def _steps(
     context: Context,
-    chosen: random.Random,
+    chosen: Choices,
     whole: Model,
     mine: Model,
     plain: Model,
@@ -260,7 +267,7 @@ def _steps(
     graph: bool,
     what: str,
     group: Any,
-) -> None:
+) -> Iterator[Pair]:
     bound = BOUNDS[dtype]
     optimizers = []
     for model in (whole, mine, plain):
@@ -269,6 +276,7 @@ def _steps(
     runs: list[Any] = [whole, torch.compile(mine, backend="aot_eager") if graph else mine, plain]
     lead = chosen.choice(LEADS)
     for step in range(3):
+        yield done(f"step {step}")
         if chosen.random() < 0.3:
             lead = chosen.choice(LEADS)
         seed = chosen.randrange(1 << 62)

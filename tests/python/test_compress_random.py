@@ -1,13 +1,15 @@
-"""What a rank does in single trials of compressed training.
+"""Compressed training in random ways, and what an adversary has thought of.
 
 No postponed annotations here: DDP inspects those of its hooks.
 """
 
 import gc
+import math
 import os
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,8 +19,29 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusedpg
 import fusedpg.compress as compress
+import harness
 from checks.compress import Given
+from fuzz import compressed, core
 from harness import Context
+
+pytestmark = pytest.mark.fused_only
+SEEDS = [0, *map(harness.slow, range(1, 8))]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("where", [one for one in compressed.WHERE if "search" not in one])
+def test_nothing_is_lost(where: str, seed: int) -> None:
+    core.search("compressed", where, core.seed(seed))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(
+    "where", ["3", "two of two", *map(harness.slow, ("2", "gloo", "crossed", "two and one"))]
+)
+def test_search_by_drawn_times(where: str, seed: int) -> None:
+    """Whatever the ranks' clocks say, and while DDP's buckets change: nothing is lost, ranks go the
+    same way, and a step without compression leaves nothing behind."""
+    core.search("compressed", f"{where}, search", core.seed(seed))
 
 
 class Chain(nn.Module):
@@ -112,7 +135,8 @@ def ones_own(context: Context, communicator: str, memory: str, numel: int) -> An
     return found.numpy()
 
 
-def neighbours_in_memory(context: Context) -> None:
+@harness.on_ranks(2)
+def test_neighbours_in_memory(context: Context) -> None:
     """Buckets that lie side by side are two all the same."""
     units = compress.from_params({}, schedule="one")._units
     whole = torch.zeros(32)
@@ -208,7 +232,8 @@ def other_model(context: Context, how: str, ranks: Sequence[int]) -> str:
     return "nothing"
 
 
-def wrong_checkpoint_changes_nothing(context: Context) -> None:
+@harness.on_ranks(2)
+def test_wrong_checkpoint_changes_nothing(context: Context) -> None:
     """Loaded into a state that is at work, it is refused at once, and training goes on."""
     params = {"compressor": "topk", "memory": "residual", "compress_ratio": 0.1}
     other = compress.from_params(params)
@@ -230,7 +255,8 @@ def wrong_checkpoint_changes_nothing(context: Context) -> None:
         assert torch.equal(one, other_)
 
 
-def named_checkpoint(context: Context) -> None:
+@harness.on_ranks(2)
+def test_named_checkpoint(context: Context) -> None:
     """By names, whatever the order of the parameters."""
     params = {"compressor": "topk", "memory": "residual", "compress_ratio": 0.05}
     came_out = torch.zeros(3, 40)
@@ -268,7 +294,8 @@ def counts() -> dict[str, int]:
     }
 
 
-def two_modules(context: Context) -> None:
+@harness.on_ranks(2)
+def test_two_modules(context: Context) -> None:
     """Each with a state of its own, in one graph."""
     first, second = wrapped(50, {"compressor": "topk", "memory": "residual"}), wrapped(70, {})
     for _ in range(3):
@@ -280,7 +307,8 @@ def two_modules(context: Context) -> None:
     torch.testing.assert_close(grad, torch.full((70,), 3 * 5.0 * (size - 1) / 2))
 
 
-def replaced_parts(context: Context) -> None:
+@harness.on_ranks(2)
+def test_replaced_parts(context: Context) -> None:
     """Another compressor and memory, on all ranks, from the next step on."""
     state = compress.from_params({"compressor": "topk", "compress_ratio": 0.1})
     ddp = DistributedDataParallel(Given([40]))
@@ -295,7 +323,8 @@ def replaced_parts(context: Context) -> None:
     torch.testing.assert_close(step(ddp, gradient).sum(), v.topk(20).values.sum() / 0.5)
 
 
-def empty_parameters(context: Context) -> None:
+@harness.on_ranks(2)
+def test_empty_parameters(context: Context) -> None:
     """Which may be alone in what is compressed, and share a place with the next one."""
     for name in compress.compressors.BY_NAME:
         for communicator in ("allgather", "ps", None):
@@ -317,7 +346,8 @@ def empty_parameters(context: Context) -> None:
                     assert bool(p.grad.isfinite().all()), (params, schedule)
 
 
-def half_wrapper(context: Context) -> None:
+@harness.on_ranks(2)
+def test_half_wrapper(context: Context) -> None:
     hook = default_hooks.fp16_compress_wrapper(compress.hook)
     ddp = wrapped(40, {"compressor": "topk", "memory": "residual", "compress_ratio": 1.0}, hook)
     for now in range(3):
@@ -326,7 +356,8 @@ def half_wrapper(context: Context) -> None:
         torch.testing.assert_close(found, wanted)
 
 
-def new_memory_after_old_parameters(context: Context) -> None:
+@harness.on_ranks(2)
+def test_new_memory_after_old_parameters(context: Context) -> None:
     """A state that outlives its module knows the parameters of the next one, wherever they lie."""
     state = compress.from_params({"compressor": "topk", "memory": "residual"})
     for trial in range(20):
@@ -449,7 +480,18 @@ def after_states(context: Context) -> list[dict[str, int]]:
     return found
 
 
-def other_memory_order(context: Context, how: str, views: bool) -> None:
+@pytest.mark.parametrize(
+    ("how", "views"),
+    [
+        ("new module", False),
+        ("new module", True),
+        ("checkpoint", True),
+        # Without views of buckets DDP itself gives elements to others then.
+        ("same module", True),
+    ],
+)
+@harness.on_ranks(2)
+def test_memory_order_changes(context: Context, how: str, views: bool) -> None:
     """A module becomes channels_last, or not any more: what is kept stays with its element."""
     shape = (4, 3, 2, 2)
     params = {"compressor": "topk", "memory": "residual", "compress_ratio": 0.05}
@@ -487,7 +529,8 @@ def other_memory_order(context: Context, how: str, views: bool) -> None:
     torch.testing.assert_close(came_out, went_in)
 
 
-def low_rank_in_any_order(context: Context) -> None:
+@harness.on_ranks(2)
+def test_low_rank_of_a_transpose(context: Context) -> None:
     """A weight that is another's transpose: its gradient has the rank that it has."""
     model = Given([(9, 31)])
     model.parts[0].data = torch.zeros(31, 9).t()
@@ -545,7 +588,9 @@ def newcomer(context: Context, communicator: str) -> Any:
     return [p.grad.numpy() for p in ddp.module.parts]
 
 
-def other_buckets(context: Context, mixed: bool) -> None:
+@pytest.mark.parametrize("mixed", [False, True], ids=["one type", "two types"])
+@harness.on_ranks(2)
+def test_checkpoint_under_other_buckets(context: Context, mixed: bool) -> None:
     """A checkpoint is loaded where DDP's buckets are of another size: parameters, which are all of
     one shape, get what was their own."""
     params = {"compressor": "topk", "memory": "residual", "compress_ratio": 0.05}
@@ -588,7 +633,9 @@ class InQuarters(compress.Memory):
         return tensor / 4
 
 
-def rates_that_change(context: Context, communicator: str) -> None:
+@pytest.mark.parametrize("communicator", ["allgather", "ps"])
+@harness.on_ranks(2)
+def test_rates_that_change(context: Context, communicator: str) -> None:
     """Error feedback of updates: what was not sent is sent with the rate of its time, by whom
     ever it was kept."""
     params = {"compressor": "topk", "compress_ratio": 0.1, "communicator": communicator}
@@ -611,3 +658,208 @@ def rates_that_change(context: Context, communicator: str) -> None:
     mean = gradient.clone()
     dist.all_reduce(mean, op=dist.ReduceOp.AVG)
     torch.testing.assert_close(step(own, gradient), mean)
+
+
+@pytest.mark.parametrize("communicator", ["allgather", "alltoall", "ps"])
+def test_host_keeps_its_slice_when_buckets_are_rebuilt(communicator: str) -> None:
+    """DDP does so after its first step: all of the shards of a host's slice move."""
+    params = {"compressor": "topk", "memory": "residual", "communicator": communicator}
+    case = compressed.Case(params, "bucket", seed=5, per_host=2)
+    core.check("compressed", "two of two, topk", case)
+
+
+@pytest.mark.parametrize("communicator", ["allgather", "alltoall", "ps"])
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"compressor": "qsgd", "quantum_num": 2},
+        {"compressor": "terngrad", "clip_sigma": 0.0},
+        {"compressor": "natural"},
+    ],
+    ids=lambda params: params["compressor"],
+)
+def test_mean_is_right(params: dict[str, Any], communicator: str) -> None:
+    """Also where a sum is rounded again for the way back."""
+    steps = 1000
+    answers = harness.pool(2).run(mean_of_many, {**params, "communicator": communicator}, steps)
+    mean, error, _ = answers[0]
+    true = (answers[0][2] + answers[1][2]) / 2
+    z = (mean - true) / np.maximum(error, 1e-9)
+    # Of 301 numbers, each drawn 1000 times; some hardly ever are what they can be.
+    assert 0.6 < (z**2).mean() < 1.6
+    assert np.median(np.abs(z)) < 1.0
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    ("compressor", "memory", "communicator"),
+    [
+        *((c, "residual", "allgather") for c in compressed.COMPRESSORS[:-2] if c != "powersgd"),
+        *((c, "residual", "ps") for c in ("topk", "randomk", "qsgd", "efsignsgd")),
+        ("powersgd", "powersgd", "allreduce"),
+        ("powersgd", "none", "allreduce"),
+        ("topk", "dgc", "allgather"),
+        ("randomk", "dgc", "allgather"),
+        ("dgc", "dgc", "ps"),
+        ("signsgd", "none", "allgather"),
+        ("signum", "none", "allgather"),
+        ("signum", "none", "ps"),
+    ],
+)
+def test_not_finite_is_seen_at_once_and_gone(
+    compressor: str, memory: str, communicator: str, bad: float
+) -> None:
+    params = {"compressor": compressor, "memory": memory, "communicator": communicator}
+    harness.pool(3).run(recovers, params, bad)
+
+
+def test_steps_without_compression_are_of_the_same_training() -> None:
+    memory = compress.memories.ResidualMemory(beta=0.5, gamma=2.0)
+    params = {"compressor": "topk", "memory": memory, "compress_ratio": 0.25}
+    for found in harness.pool(2).run(plain_steps_equal_mean, params):
+        residual = np.zeros(8)
+        was_plain = []
+        own = [calls for plain, calls, _ in found if plain]
+        for step, (plain, calls, result) in enumerate(found):
+            # Both ranks have the same residual but for the mean of their gradients.
+            v = 0.5 * residual + 2 * (np.arange(8) + 0.5 + step)
+            wanted = v if plain else np.where(np.arange(8) >= 6, v, 0)
+            np.testing.assert_allclose(result, wanted)
+            residual = v - wanted
+            was_plain.append(plain)
+            assert plain or not calls
+        assert True in was_plain
+        assert False in was_plain
+        # What was kept goes by the hook's group; then DDP's own has nothing else to do.
+        assert own == [0, *[1] * (len(own) - 1)]
+
+
+@pytest.mark.parametrize("numel", [1, 5, 6])
+@pytest.mark.parametrize("memory", ["none", "residual"])
+@pytest.mark.parametrize("communicator", ["allgather", "alltoall", "ps"])
+def test_ones_own_with_uneven_shards(communicator: str, memory: str, numel: int) -> None:
+    for found in harness.pool(3).run(ones_own, communicator, memory, numel):
+        np.testing.assert_array_equal(found, np.arange(numel) + 2)
+
+
+def test_state_of_two_modules_in_one_backward() -> None:
+    """What is first cut off would wait forever for the rest of its buckets."""
+    for text in harness.pool(2).run(backward_within_another):
+        assert "a state is for one DDP module" in text
+
+
+@pytest.mark.parametrize("communicator", ["allgather", "ps"])
+@pytest.mark.parametrize("where", ["2", "two of two"])
+def test_rank_without_a_checkpoint(where: str, communicator: str) -> None:
+    """What ranks share out is moved by all of them, whoever has anything."""
+    first, *others = core.workers(where).run(newcomer, communicator)
+    for other in others:
+        for a, b in zip(first, other, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_sparse_gradients_are_refused() -> None:
+    for text in harness.pool(2).run(sparse_gradients):
+        assert text.startswith("ValueError: fusedpg.compress: compresses dense gradients")
+
+
+@pytest.mark.parametrize("backend", ["fused", "gloo"])
+def test_states_share_a_group_and_a_thread(backend: str) -> None:
+    """However many states a group has had, they share one group and one thread."""
+    with harness.Workers(2, backend=backend, oracle=False) as workers:
+        for found in workers.run(after_states):
+            groups = [counts["groups"] for counts in found]
+            assert groups == [groups[0]] * len(groups)
+            if backend == "fused":
+                assert found[-1]["threads"] <= found[2]["threads"] + 1, found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("what", ["seed", "compressor", "schedule"])
+def test_ranks_that_differ(what: str, world_size: int) -> None:
+    """Their payloads may have the same sizes, and mean something else."""
+    for error in harness.pool(world_size).errors(disagree, what):
+        assert all(f"rank {r} has {what} " in error.text for r in (0, 1)), error.text
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("what", ["seed", "step"])
+def test_ranks_that_load_what_differs(what: str, world_size: int) -> None:
+    """They would draw other elements, and take each other's for their own."""
+    for error in harness.pool(world_size).errors(disagree_later, what):
+        assert all(f"rank {r} has {what} " in error.text for r in (0, 1)), error.text
+
+
+@pytest.mark.parametrize("backend", ["fused", "gloo"])
+@pytest.mark.parametrize(
+    ("params", "part", "what"),
+    [
+        ({"compressor": "efsignsgd", "memory": "efsignsgd"}, "memory", "lr"),
+        ({"compressor": "topk", "memory": "residual"}, "compressor", "compress_ratio"),
+        ({"compressor": "randomk"}, "compressor", "compress_ratio"),
+        ({"compressor": "qsgd"}, "compressor", "quantum_num"),
+        ({"compressor": "threshold", "communicator": "ps"}, "compressor", "threshold"),
+        ({"compressor": "topk", "memory": InQuarters()}, "memory", "scale"),
+    ],
+)
+def test_ranks_that_differ_later(params: Any, part: str, what: str, backend: str) -> None:
+    """One rank's learning rate or share changes, or is forgotten to be changed."""
+    workers = harness.pool(3, backend=backend)
+    for error in workers.errors(differ_later, params, part, what):
+        assert all(f"rank {r} has {part} " in error.text for r in (0, 2)), error.text
+        assert f"{what}=" in error.text, error.text
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (1,)], ids=["all", "one rank"])
+@pytest.mark.parametrize(
+    "how", ["fewer", "more", "transposed", "flat", "renamed", "type", "reordered"]
+)
+def test_checkpoint_of_another_model(how: str, ranks: tuple[int, ...]) -> None:
+    """Residuals would go to parameters that they are not of."""
+    answers = harness.pool(2).run(other_model, how, ranks)
+    for rank, text in enumerate(answers):
+        if rank in ranks:
+            assert text.startswith("ValueError: the checkpoint is of another model"), answers
+        else:
+            assert "a step has failed" in text, answers
+
+
+def test_checkpoint_of_the_same_model() -> None:
+    assert harness.pool(2).run(other_model, "same", (0, 1)) == ["nothing"] * 2
+
+
+@pytest.mark.parametrize(
+    ("backend", "schedule"), [("fused", "bucket"), ("fused", "auto"), ("gloo", "bucket")]
+)
+def test_rank_that_dies(backend: str, schedule: str) -> None:
+    with harness.Workers(3, timeout=15, backend=backend) as workers:
+        workers.start(dies, 1, schedule)
+        answers = workers.collect(40)
+        assert isinstance(answers[1], harness.Died)
+        assert all(isinstance(answers[rank], str) for rank in (0, 2)), answers
+
+
+@pytest.mark.parametrize("backend", ["fused", "gloo"])
+def test_compressor_that_raises_on_one_rank(backend: str) -> None:
+    # On ours the others hear of it at once.
+    timeout = 60 if backend == "fused" else 6
+    with harness.Workers(3, timeout=timeout, backend=backend) as workers:
+        workers.start(own_fails, 1)
+        answers = workers.collect(30)
+        assert "ValueError: of one's own" in answers[1], answers
+        assert all("a step has failed" in answers[rank] for rank in (0, 2)), answers
+
+
+@pytest.mark.parametrize("backend", ["fused", "gloo"])
+def test_backward_that_raises_on_one_rank(backend: str) -> None:
+    with harness.Workers(2, timeout=6, backend=backend) as workers:
+        workers.start(raises_in_backward, 1)
+        answers = workers.collect(40)
+        assert answers[1] == "of one's own", answers
+        assert "a step has failed" in answers[0], answers
+
+
+def test_group_that_has_ended() -> None:
+    with harness.Workers(2, timeout=6) as workers:
+        for text in workers.run(state_of_an_ended_group):
+            assert "a step has failed" in text, text

@@ -1,11 +1,11 @@
-"""Random sequences of calls and of tuning on groups that share ranks, with caches that differ."""
+"""Subject: calls and tuning on groups that share ranks, with caches that differ."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-import random
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,11 @@ from checks.fusion import Contributions, compiled, reference_all_reduce, shard
 from checks.tuner import everyone
 from fusedpg import fusion
 from fusedpg.fusion import tune_cache
+from fuzz.core import Choices, Pair, Tape, TapeChoices, done, draw_tape
 from harness import Context
 
+WHERE = ("3",)
+EXAMPLES = 2
 BOUND = {torch.float64: 1e-9, torch.float32: 3e-4, torch.bfloat16: 6e-2}
 SHAPES = [(1,), (7,), (64,), (1001,), (3, 5), (4, 33), (2, 3, 17), (0,), (0, 4), (300, 40)]
 NAMES = {
@@ -58,7 +61,7 @@ COLLECTIVES = [
 PARTIAL = ["0.5 * {p}", "g - lr * {p}", "-{p}", "{p} * w"]
 
 
-def draw_text(chosen: random.Random, reducing: bool) -> str:
+def draw_text(chosen: Choices, reducing: bool) -> str:
     whole, partial = ["w", "r0", "m0"], ["g"]
     lines = ["r0 = all_reduce(g, 'mean')", "m0 = 0.9 * m + r0"]
     for number in range(chosen.randint(1, 5)):
@@ -104,9 +107,8 @@ class Place:
 
 
 class Life:
-    def __init__(self, context: Context, seed: int, groups: list[Place]) -> None:
-        self.context, self.seed, self.groups = context, seed, groups
-        self.chosen = random.Random(seed)
+    def __init__(self, context: Context, chosen: TapeChoices, groups: list[Place]) -> None:
+        self.context, self.chosen, self.groups = context, chosen, groups
         self.open: list[Any] = []
         self.log: list[str] = []
         self.count = 0
@@ -220,7 +222,7 @@ class Life:
         mine = self._mine(drawn, size, rank)
         fused = f.auto if auto else f.fused
         what = (
-            f"seed {self.seed} step {self.count}: {mode}, auto {auto}, tunes {tunes} {seconds} "
+            f"step {self.count}: {mode}, auto {auto}, tunes {tunes} {seconds} "
             f"{again}, {place.name}, {tuple(drawn['w'].shape)} {f.dtype}, lr {lr} {flip}\n{f.text}"
         )
         want, grads = self._expected(f, drawn, lr, flip, mode == "grad")
@@ -350,8 +352,10 @@ class Life:
                 file.write_text("x" * 100_000)
         tune_cache._memory.clear()
 
-    def run(self, steps: int) -> None:
-        for self.count in range(steps):
+    def run(self) -> Iterator[Pair]:
+        while self.chosen.left > 0:
+            self.count += 1
+            yield done(f"step {self.count}")
             place = self.chosen.choice(self.groups)
             kind = self.chosen.random()
             if kind < 0.12:
@@ -367,9 +371,12 @@ def chosen_bit(number: int) -> bool:
     return number % 3 != 0
 
 
-def life(context: Context, seed: int) -> None:
-    """A random sequence; a failure names its seed and step."""
-    size = context.world_size
+def draw(choose: Choices, where: str) -> Tape:
+    return draw_tape(choose, 200, 500)
+
+
+def run(program: Tape, context: Context) -> Iterator[Pair]:
+    size, chosen = context.world_size, program.choices()
     parts = [list(range(size))] + [[a, b] for a in range(size) for b in range(a + 1, size)]
     parts += [[1]] if size > 1 else []
     groups = []
@@ -378,17 +385,18 @@ def life(context: Context, seed: int) -> None:
         talk = dist.new_group(ranks, backend="gloo")
         groups.append(Place(ranks, group, talk, f"fused {ranks}"))
     groups.append(Place(parts[0], context.oracle, groups[0].talk, "gloo"))
-    mode = "compiled" if seed % 3 == 0 else "eager"
+    mode = chosen.choice(["eager", "eager", "compiled"])
     torch._dynamo.reset()
     tune_cache._memory.clear()
     with environment(FUSEDPG_FUSION=mode, FUSEDPG_CACHE_DIR=context.scratch):
-        Life(context, seed, groups).run(30)
+        yield from Life(context, chosen, groups).run()
     dist.barrier(group=context.oracle)
     for place in groups[:-1]:
         if context.rank in place.ranks:
             dist.destroy_process_group(place.group)
             dist.destroy_process_group(place.talk)
-    assert everyone(context, seed)
+    assert everyone(context, chosen.left)
 
 
-__all__ = ["life"]
+def bound(program: Tape) -> float:
+    return 0.0

@@ -1,4 +1,7 @@
-"""Training with prescribed gradients, compressed: what a rank sees of it.
+"""Subject: training with prescribed gradients, compressed, in all ways.
+
+What holds for every compressor with error feedback, whatever it chooses and however it rounds: what
+goes in comes out or is kept. No part of the library says what that is.
 
 No postponed annotations here: DDP inspects those of its hooks.
 """
@@ -12,19 +15,34 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedpg.compress as compress
+import harness
+from checks import compress_own
 from fusedpg.compress import _schedule, _state
+from fuzz import core
+from fuzz.core import Choices, Entry, Trace
 from harness import Context
 
+COMPRESSORS = (
+    "none", "fp16", "topk", "randomk", "threshold", "guarded_threshold", "qsgd", "terngrad",
+    "efsignsgd", "onebit", "natural", "powersgd", "loud", "factors",
+)  # fmt: skip
+OF_THE_USER = {"loud": compress_own.Loud(1.0), "factors": compress_own.Factors()}
+PLACES = ("2", "3", "gloo", "two of two", "crossed", "two and one")
+# On which ranks, and which compressor; "search": any one, by times that are drawn.
+WHERE = tuple(f"{one}, {name}" for one in PLACES for name in (*COMPRESSORS, "search"))
+EXAMPLES = 2
+TOLERANCE = {"fp32": 2e-5, "fp64": 1e-10, "bf16": 2e-2}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One training, drawn from a seed."""
+    """One training."""
 
     params: dict[str, Any]
     schedule: str | int = "bucket"
@@ -43,6 +61,77 @@ class Case:
     named: bool = False  # whether the state is told the parameters' names
     clock: bool = False  # times of the search are drawn, by each rank for itself
     seed: int = 0
+    scale: float = 1.0  # what a residual is to be multiplied by
+    per_host: int = 1  # ranks that add up first, and have one residual
+
+
+def workers(where: str) -> harness.Workers:
+    return core.workers(where.rpartition(", ")[0])
+
+
+def draw(choose: Choices, where: str) -> Case:
+    place, _, compressor = where.rpartition(", ")
+    if compressor != "search":
+        return _draw(choose, place, compressor)
+    case = _draw(choose, place, choose.choice(COMPRESSORS))
+    steps = choose.choice([60, 90])
+    return dataclasses.replace(
+        case, schedule="auto", schedule_after="auto", steps=steps, clock=True, accumulate=0,
+        rewrap_at=tuple(sorted(choose.sample(range(1, steps), choose.choice([0, 1, 3, 8])))),
+        restart_at=choose.choice([-1, choose.randint(1, steps - 1)]),
+    )  # fmt: skip
+
+
+def _draw(choose: Choices, place: str, compressor: str) -> Case:
+    carriers = ["allgather", "broadcast", "alltoall", "ps"]
+    carriers += ["allreduce"] * (compressor in ("none", "randomk"))
+    carrier = "allreduce" if compressor == "powersgd" else choose.choice(carriers)
+    memory, scale = choose.choice([("residual", 1.0), ("residual", 1.0), ("efsignsgd", 10.0)])
+    if compressor == "powersgd":
+        memory, scale = "powersgd", 1.0
+
+    def schedule() -> Any:
+        return choose.choice(["bucket", "layer", "one", 1, 2, 3, 7, "auto"])
+
+    params = {
+        "compressor": OF_THE_USER.get(compressor, compressor),
+        "memory": memory,
+        "communicator": carrier,
+        "threshold": choose.choice([0.5, 1e9, 0.0]),
+        "compress_ratio": choose.choice([0.01, 0.3, 1.0]),
+        "quantum_num": choose.choice([1, 4, 127, 1000]),
+        "bucket_size": choose.choice([0, 5, 128]),
+        "compress_rank": choose.choice([1, 2, 9]),
+        "clip_sigma": choose.choice([0.0, 2.5]),
+    }
+    if memory == "efsignsgd":
+        params["lr"] = 0.1
+    first = schedule()
+    steps = choose.choice([6, 45]) if first == "auto" else choose.choice([4, 6])
+    sizes = [1, 2, 3, 7, 8, 16, 40, 64, 129, 200, 1000]
+    return Case(
+        params,
+        first,
+        numels=tuple(choose.choice(sizes) for _ in range(choose.choice([5, 1, 2, 9]))),
+        steps=steps,
+        dtype=choose.choice(["fp32", "fp32", "fp32", "bf16", "fp64"]),
+        bucket_bytes=choose.choice([60, 300, 2000, 10**6]),
+        accumulate=choose.choice([0, 0, 1, 2]),
+        restart_at=choose.choice([-1, 1, 2, 3]),
+        restart_by=choose.choice(["dict", "pickle", "live"]),
+        schedule_after=choose.choice([None, schedule()]),
+        unused=choose.choice([0.0, 0.0, 0.1, 0.3, 0.6]),
+        rewrap_at=tuple(choose.sample(range(1, steps), choose.choice([0, 1]))),
+        named=choose.choice([False, True]),
+        seed=choose.getrandbits(24),
+        scale=scale,
+        # Ranks of a host add up first, where all hosts have as many.
+        per_host=2 if place in ("two of two", "crossed") and carrier != "allreduce" else 1,
+    )
+
+
+def bound(case: Case) -> float:
+    return 0.0
 
 
 def shape(numel: int) -> tuple[int, ...]:
@@ -167,18 +256,71 @@ def drawn_times(seed: Sequence[int]) -> Iterator[None]:
         _state.time, _schedule.time = before
 
 
-def train(context: Context, case: Case) -> dict[str, Any]:
-    """Results of each step, units of each step, what was kept after it, and whether it was sent as
-    it is."""
+def run(case: Case, context: Context) -> Trace:
+    """After each step: what has got lost, and whether ranks go the same way."""
     with drawn_times([case.seed, context.rank]) if case.clock else contextlib.nullcontext():
-        return _train(context, case)
+        balance = Balance(case, context)
+        for step, (run, results) in enumerate(_train(case, context)):
+            lost = balance.after(step, results, run.kept(case))
+            yield Entry(f"step {step}, lost", lost, alike=(run.state._units.plain, run.units))
+            kept = [t for name, each in run.kept(case).items() if name.startswith("residual")
+                    for t in each if t is not None]  # fmt: skip
+            left = case.clock and run.state._units.plain and any(t.any() for t in kept)
+            yield Entry(f"step {step}, kept without compression", bool(left))
 
 
-def _train(context: Context, case: Case) -> dict[str, Any]:
+def oracle(case: Case, world: int, rank: int) -> Trace:
+    for step in range(case.steps):
+        yield Entry(f"step {step}, lost", [])
+        yield Entry(f"step {step}, kept without compression", False)
+
+
+class Balance:
+    """Gradients = world size * results + what the ranks keep, of each parameter that has been used
+    by some rank in every step."""
+
+    def __init__(self, case: Case, context: Context) -> None:
+        self.case, self.context, self.size = case, context, context.world_size
+        self.always = [True] * len(case.numels)
+        self.inside = [np.zeros(n) for n in case.numels]
+        self.largest = 64.0 * self.size
+
+    def went_in(self, rank: int, step: int) -> list[Any]:
+        uses = used(self.case, rank, step)
+        micros = [gradients(self.case, rank, step, m) for m in range(self.case.accumulate + 1)]
+        return [sum(given) * use for use, given in zip(uses, zip(*micros))]
+
+    def after(self, step: int, results: list[Any], kept: dict[str, list[Any]]) -> list[str]:
+        """What is wrong, of each parameter."""
+        answers: list[Any] = [None] * self.size
+        dist.all_gather_object(answers, (results, kept), group=self.context.oracle)
+        given = [self.went_in(rank, step) for rank in range(self.size)]
+        wrong = []
+        for n, uses in enumerate(zip(*(used(self.case, rank, step) for rank in range(self.size)))):
+            self.always[n] &= any(uses)
+            if not self.always[n]:
+                continue
+            every = [found[n] for found, _ in answers]
+            if not all(np.array_equal(one, every[0]) for one in every):
+                wrong.append(f"parameter {n}: ranks have different results")
+            self.largest = max(self.largest, self.size * np.abs(every[0]).max())
+            self.inside[n] += sum(g[n] for g in given) - self.size * every[0]
+            total = np.zeros(self.case.numels[n])
+            for _, of_rank in answers:
+                for name, tensors in of_rank.items():
+                    if name.startswith("residual") and tensors[n] is not None:
+                        each = self.size if name.endswith("@server") else self.case.per_host
+                        total += each * self.case.scale * tensors[n]
+            lost = np.abs(self.inside[n] - total).max()
+            if not lost <= TOLERANCE[self.case.dtype] * (step + 1) * self.largest:
+                wrong.append(f"parameter {n}: {lost} is lost")
+        return wrong
+
+
+def _train(case: Case, context: Context) -> Iterator[tuple[Run, list[Any]]]:
     model = Model(case)
     state = state_of(case, model, case.schedule)
     run = Run(case, model, state)
-    results, units, kept, plain = [], [], [], []
     dtype = DTYPES[case.dtype]
     for step in range(case.steps):
         if step == case.restart_at:
@@ -197,11 +339,7 @@ def _train(context: Context, case: Case) -> dict[str, Any]:
             last = micro == case.accumulate
             with contextlib.nullcontext() if last else run.ddp.no_sync():
                 run.ddp(*given).backward()
-        results.append([None if p.grad is None else p.grad.double().view(-1).numpy().copy()
-                        for p in model.all])  # fmt: skip
-        units.append(run.units)
-        kept.append(run.kept(case))
-        plain.append(run.state._units.plain)
+        yield run, [None if p.grad is None else p.grad.double().view(-1).numpy().copy()
+                    for p in model.all]  # fmt: skip
         for p in model.all:
             p.grad = None
-    return {"results": results, "units": units, "kept": kept, "plain": plain}
