@@ -192,10 +192,6 @@ VARIANTS = {
 LAYOUTS = ("channels_last", "transposed")
 
 
-def identical(digests: list[str]) -> None:
-    assert len(set(digests)) == 1, "ranks hold different parameters"
-
-
 def in_mode(run: Run, mode: str) -> Run:
     return dataclasses.replace(run, mode=mode)
 
@@ -203,13 +199,13 @@ def in_mode(run: Run, mode: str) -> Run:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", NAMES)
 def test_parity(workers: harness.Workers, name: str, mode: str) -> None:
-    identical(workers.run(optim.parity, Run(name, mode)))
+    workers.agree(optim.parity, Run(name, mode))
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", NAMES)
 def test_parity_in_double(pair: harness.Workers, name: str, mode: str) -> None:
-    identical(pair.run(optim.parity, Run(name, mode, dtypes=("float64",)), 1e-12))
+    pair.agree(optim.parity, Run(name, mode, dtypes=("float64",)), 1e-12)
 
 
 IN_TURN = tuple(MODES[i % len(MODES)] for i in range(len(VARIANTS)))
@@ -224,14 +220,14 @@ IN_TURN = tuple(MODES[i % len(MODES)] for i in range(len(VARIANTS)))
     ],
 )
 def test_variants(trio: harness.Workers, variant: str, mode: str) -> None:
-    identical(trio.run(optim.parity, in_mode(VARIANTS[variant], mode)))
+    trio.agree(optim.parity, in_mode(VARIANTS[variant], mode))
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", NAMES)
 def test_shared_parameters(workers: harness.Workers, name: str, mode: str) -> None:
     run = Run(name, mode, steps=30, ours={"share_parameters": True})
-    identical(workers.run(optim.parity, run))
+    workers.agree(optim.parity, run)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -239,32 +235,32 @@ def test_shared_parameters(workers: harness.Workers, name: str, mode: str) -> No
 def test_layouts(trio: harness.Workers, layout: str, mode: str) -> None:
     for share in (False, True):
         run = Run(mode=mode, layout=layout, steps=30, ours={"share_parameters": share})
-        identical(trio.run(optim.parity, run))
+        trio.agree(optim.parity, run)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_bucket_views(trio: harness.Workers, mode: str) -> None:
     for layout in ("contiguous", *LAYOUTS):
         run = Run(mode=mode, steps=10, layout=layout, ddp={"gradient_as_bucket_view": True})
-        identical(trio.run(optim.parity, run))
+        trio.agree(optim.parity, run)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_slices_without_elements(workers: harness.Workers, mode: str) -> None:
     shapes = ((5,), (33,), (64,), (97,), (1,), (0,), (127,), ())
     for name in NAMES:
-        identical(workers.run(optim.parity, Run(name, mode, steps=10, shapes=shapes)))
+        workers.agree(optim.parity, Run(name, mode, steps=10, shapes=shapes))
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", NAMES)
 def test_mixed_types(trio: harness.Workers, name: str, mode: str) -> None:
     dtypes = ("float32", "float64", "float32", "float64", "float32")
-    identical(trio.run(optim.parity, Run(name, mode, dtypes=dtypes, steps=20)))
+    trio.agree(optim.parity, Run(name, mode, dtypes=dtypes, steps=20))
     # bfloat16 beside them, with state in bfloat16 as torch's.
     dtypes = ("float32", "bfloat16", "float64", "bfloat16", "float32")
     run = Run(name, mode, dtypes=dtypes, steps=5, options={"eps": 1e-4} if "A" in name else {})
-    identical(trio.run(optim.parity, run, 2e-2))
+    trio.agree(optim.parity, run, 2e-2)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -273,7 +269,7 @@ def test_half(pair: harness.Workers, dtype: str, mode: str) -> None:
     # fp16's smallest numbers are no eps: torch's denominators would be zero.
     for name, options in (("SGD", {}), ("AdamW", {"eps": 1e-3}), ("LAMB", {"eps": 1e-3})):
         run = Run(name, mode, dtypes=(dtype,), steps=10, options=options)
-        identical(pair.run(optim.parity, run, 2e-2))
+        pair.agree(optim.parity, run, 2e-2)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -285,14 +281,14 @@ def test_half_with_master_weights(
     shapes = ((1021,), (31, 37), (2, 3, 5, 7))
     ours = {"master_dtype": torch.float32}
     run = Run(name, mode, dtypes=(dtype,), steps=20, shapes=shapes, ours=ours)
-    identical(workers.run(optim.half_with_master, run))
+    workers.agree(optim.half_with_master, run)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_master_weights_without_elements(workers: harness.Workers, mode: str) -> None:
     ours = {"master_dtype": torch.float32}
     run = Run(mode=mode, dtypes=("bfloat16",), steps=5, ours=ours)
-    identical(workers.run(optim.half_with_master, run))
+    workers.agree(optim.half_with_master, run)
 
 
 def test_masters_follow_what_is_written_into_parameters(pair: harness.Workers) -> None:
@@ -323,12 +319,12 @@ def test_runs_are_identical(trio: harness.Workers, name: str, mode: str) -> None
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", NAMES)
 def test_one_cycle(pair: harness.Workers, name: str, mode: str) -> None:
-    identical(pair.run(optim.scheduled, Run(name, mode, steps=12)))
+    pair.agree(optim.scheduled, Run(name, mode, steps=12))
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_one_cycle_with_a_tensor(pair: harness.Workers, mode: str) -> None:
-    identical(pair.run(optim.scheduled, Run("AdamW", mode, steps=12, lr_tensor=True)))
+    pair.agree(optim.scheduled, Run("AdamW", mode, steps=12, lr_tensor=True))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -336,7 +332,7 @@ def test_one_cycle_with_a_tensor(pair: harness.Workers, mode: str) -> None:
 def test_hyperparameters_are_read_at_update_time(
     pair: harness.Workers, name: str, mode: str
 ) -> None:
-    identical(pair.run(optim.edited, Run(name, mode, steps=10)))
+    pair.agree(optim.edited, Run(name, mode, steps=10))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -348,7 +344,7 @@ def test_no_lr_moves_nothing(pair: harness.Workers, name: str, mode: str) -> Non
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["SGD", "AdamW"])
 def test_a_group_added_later(pair: harness.Workers, name: str, mode: str) -> None:
-    identical(pair.run(optim.group_later, Run(name, mode, steps=8)))
+    pair.agree(optim.group_later, Run(name, mode, steps=8))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -363,14 +359,14 @@ def test_step_without_gradients(trio: harness.Workers, mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_frozen_parameters(trio: harness.Workers, mode: str) -> None:
-    identical(trio.run(optim.frozen, mode))
+    trio.agree(optim.frozen, mode)
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["SGD", "AdamW", "LAMB"])
 def test_unused_parameters(trio: harness.Workers, name: str, mode: str) -> None:
     run = Run(name, mode, steps=6, ddp={"find_unused_parameters": True})
-    identical(trio.run(optim.unused, run))
+    trio.agree(optim.unused, run)
 
 
 def clipped(context: Context, run: Run, how: str, max_norm: float, order: float = 2.0) -> str:
@@ -400,7 +396,7 @@ def clipped(context: Context, run: Run, how: str, max_norm: float, order: float 
 def test_clipping(workers: harness.Workers, mode: str, how: str) -> None:
     for max_norm in (2.0, 1e6):
         run = Run("SGD", mode, steps=5)
-        identical(workers.run(clipped, run, how, max_norm))
+        workers.agree(clipped, run, how, max_norm)
 
 
 def scaled_differently(context: Context, mode: str, how: str) -> None:
@@ -444,7 +440,7 @@ def test_hosts_that_clip_differently() -> None:
 @pytest.mark.parametrize("mode", NOT_OVERLAP)
 def test_other_norms(trio: harness.Workers, mode: str, how: str, order: float) -> None:
     run = Run("SGD", mode, steps=3)
-    identical(trio.run(clipped, run, how, 1.5, order))
+    trio.agree(clipped, run, how, 1.5, order)
 
 
 @on_ranks(3)
@@ -489,13 +485,13 @@ SCALED: dict[str, dict[str, Any]] = {
 def test_grad_scaler(trio: harness.Workers, name: str, mode: str, how: str) -> None:
     options = {"unscale": False, "clip": "none", **SCALED[how]}
     run = Run(name, mode, steps=7)
-    identical(trio.run(scaler, run, options["unscale"], options["clip"]))
+    trio.agree(scaler, run, options["unscale"], options["clip"])
 
 
 def test_grad_scaler_with_types_of_their_own(pair: harness.Workers) -> None:
     for mode in NOT_OVERLAP:
         run = Run("SGD", mode, dtypes=("float32", "float64"), steps=6)
-        identical(pair.run(scaler, run, True, "method"))
+        pair.agree(scaler, run, True, "method")
 
 
 def scaler_by_hand(context: Context, unscale: bool, types: int) -> str:
@@ -535,7 +531,7 @@ def scaler_by_hand(context: Context, unscale: bool, types: int) -> str:
 @pytest.mark.parametrize("types", [1, 2])
 @pytest.mark.parametrize("unscale", [False, True], ids=["", "unscale"])
 def test_grad_scaler_by_hand(trio: harness.Workers, unscale: bool, types: int) -> None:
-    identical(trio.run(scaler_by_hand, unscale, types))
+    trio.agree(scaler_by_hand, unscale, types)
 
 
 @on_ranks(3)
@@ -573,7 +569,7 @@ def accumulated(context: Context, run: Run) -> str:
 @pytest.mark.parametrize("mode", ["ddp", "overlap"])
 def test_accumulation(workers: harness.Workers, mode: str, view: bool) -> None:
     run = Run(mode=mode, steps=5, ddp={"gradient_as_bucket_view": view})
-    identical(workers.run(accumulated, run))
+    workers.agree(accumulated, run)
 
 
 def synced_twice(context: Context, run: Run, clip: bool, some: bool) -> str:
@@ -600,7 +596,7 @@ def synced_twice(context: Context, run: Run, clip: bool, some: bool) -> str:
 @pytest.mark.parametrize("view", [False, True], ids=["", "view"])
 def test_synced_accumulation(trio: harness.Workers, view: bool, clip: bool, some: bool) -> None:
     run = Run("SGD", "ddp", steps=5, ddp={"gradient_as_bucket_view": view})
-    identical(trio.run(synced_twice, run, clip, some))
+    trio.agree(synced_twice, run, clip, some)
 
 
 @pytest.mark.parametrize("before", [False, True], ids=["first", "later"])
@@ -727,4 +723,4 @@ def shared(context: Context, mode: str, early: bool) -> str:
 @pytest.mark.parametrize("early", [False, True], ids=["after backward", "before"])
 @pytest.mark.parametrize("mode", MODES)
 def test_shared_parameters_are_guarded(pair: harness.Workers, mode: str, early: bool) -> None:
-    identical(pair.run(shared, mode, early))
+    pair.agree(shared, mode, early)
