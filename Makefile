@@ -239,6 +239,7 @@ mutants: $(DEPS)
 	$(BIN)/python tools/mutants.py build
 	$(BIN)/python tools/mutants.py run $(MUTANTS_ARGS) || true
 	$(BIN)/python tools/mutants.py report
+	$(BIN)/python tools/tested.py
 
 test-docs: $(BUILT)
 	$(BIN)/python -m pytest tests/python/test_docs.py $(PYTEST_ARGS)

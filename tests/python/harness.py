@@ -362,6 +362,14 @@ class Workers:
         self.start(function, *args)
         return self._expect_success(self.collect(timeout, grace=GRACE))
 
+    def agree(
+        self, function: Callable[..., Any], *args: Any, timeout: float = DEFAULT_TIMEOUT
+    ) -> Any:
+        """Runs a function as `run` does; the one result that all ranks give."""
+        answers = self.run(function, *args, timeout=timeout)
+        assert all(answer == answers[0] for answer in answers), f"ranks differ: {answers}"
+        return answers[0]
+
     def errors(
         self, function: Callable[..., Any], *args: Any, timeout: float = DEFAULT_TIMEOUT
     ) -> list[RemoteError]:
@@ -413,23 +421,24 @@ def pool(world_size: int, **options: Any) -> Workers:
 class _Body:
     """The body of a test made by `on_ranks`, which is found under the test's name."""
 
-    def __init__(self, body: Callable[..., None]) -> None:
+    def __init__(self, body: Callable[..., Any]) -> None:
         self._module, self._name = body.__module__, body.__name__
 
-    def __call__(self, context: Context, arguments: dict[str, Any]) -> None:
-        getattr(importlib.import_module(self._module), self._name).body(context, **arguments)
+    def __call__(self, context: Context, arguments: dict[str, Any]) -> Any:
+        return getattr(importlib.import_module(self._module), self._name).body(context, **arguments)
 
 
 def on_ranks(*world_sizes: Any, timeout: float = DEFAULT_TIMEOUT) -> Callable[..., Any]:
     """Makes a test of what each rank does, in a pool of each of these sizes.
 
     The first parameter is the rank's Context, the others are pytest's. The innermost decorator.
+    What the body returns, such as a digest of its results, must be the same on all ranks.
     """
     import pytest  # a worker that only runs checks does without
 
-    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+    def decorate(body: Callable[..., Any]) -> Callable[..., None]:
         def test(world_size: int, **arguments: Any) -> None:
-            pool(world_size).run(_Body(body), arguments, timeout=timeout)
+            pool(world_size).agree(_Body(body), arguments, timeout=timeout)
 
         signature = inspect.signature(body)
         size = inspect.Parameter("world_size", inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -31,8 +31,8 @@ REST = [
     "test_fusion_coconet.py",  # a compiler's run for each case
     "test_fusion_sums.py",
     "test_fusion_lists.py",
-    "test_fusion_alike.py",
-    "test_fusion_ambient.py",
+    "test_fusion_rank_agreement.py",
+    "test_fusion_torch_modes.py",
     "test_fusion_tune.py",
     "test_fusion_rows.py",
 ]

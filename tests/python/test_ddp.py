@@ -8,10 +8,6 @@ import harness
 from checks import ddp
 
 
-def identical(digests: list[str]) -> None:
-    assert len(set(digests)) == 1, "ranks hold different parameters"
-
-
 @pytest.fixture(params=[2, 3], ids=lambda size: f"world{size}")
 def ranks(request: pytest.FixtureRequest) -> harness.Workers:
     return harness.pool(request.param)
@@ -19,12 +15,12 @@ def ranks(request: pytest.FixtureRequest) -> harness.Workers:
 
 @pytest.mark.parametrize("name", ddp.VARIANTS)
 def test_variants(ranks: harness.Workers, name: str) -> None:
-    identical(ranks.run(ddp.variant, name))
+    ranks.agree(ddp.variant, name)
 
 
 def test_one_and_four_ranks() -> None:
     for size in (1, 4):
-        identical(harness.pool(size).run(ddp.variant, "view"))
+        harness.pool(size).agree(ddp.variant, "view")
 
 
 @pytest.mark.fused_only
@@ -37,18 +33,18 @@ def test_gradients_outlive_the_group(pair: harness.Workers) -> None:
 
 
 def test_join_with_uneven_inputs(ranks: harness.Workers) -> None:
-    identical(ranks.run(ddp.join))
+    ranks.agree(ddp.join)
 
 
 @pytest.mark.parametrize("name", ddp.HOOKS)
 def test_upstream_hooks(ranks: harness.Workers, name: str) -> None:
-    identical(ranks.run(ddp.comm_hook, name))
+    ranks.agree(ddp.comm_hook, name)
 
 
 def test_zero_redundancy_optimizer(ranks: harness.Workers) -> None:
-    identical(ranks.run(ddp.zero_redundancy))
+    ranks.agree(ddp.zero_redundancy)
 
 
 @pytest.mark.fused_only
 def test_fused_step_equals_ddp_and_adamw(workers: harness.Workers) -> None:
-    identical(workers.run(ddp.fused_step))
+    workers.agree(ddp.fused_step)

@@ -8,11 +8,31 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 import torch
+import torch.distributed as dist
 
+import fusedpg
 import harness
-from checks import fused_dispatch, fused_ops, optim_faults
-from checks.fused_ops import BF16, FP16, FP32, FP64, OPS, OWN_RUNS, RUNS, Run
+from checks import fused_ops, optim_faults
+from checks.cases import same
+from checks.fused_ops import BF16, FP16, FP32, FP64, OPS, OWN_RUNS, RUNS, Model, Run, works
 from fusedpg._registration import load_extension
+from harness import Context
+
+
+def direct(model: Model, group_name: str) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of torch.ops.fusedpg.*."""
+    options = model.options()
+    missing = {"sgd": (), "lamb": ("trust_clip", "always_adapt")}.get(model.run.op, ("amsgrad",))
+    for flag in ("maximize", *missing):
+        options.setdefault(flag, False)
+    del options["async_op"]
+    return [list(one) for one in model.lists()], options | {"group_name": group_name}
+
+
+def packet(op: str, tensor_lr: bool = False) -> Any:
+    found = getattr(torch.ops.fusedpg, f"fused_{op}_")
+    return found.tensor_lr if tensor_lr else found.default
+
 
 pytestmark = pytest.mark.fused_only
 
@@ -60,19 +80,15 @@ OWN: dict[str, dict[str, Any]] = {
 NOISE_FREE = (("eps", 1e-3),)
 
 
-def agree(answers: list[str]) -> None:
-    assert len(set(answers)) == 1, "ranks hold different parameters"
-
-
 @pytest.mark.parametrize("variant", COMMON)
 def test_parity(workers: harness.Workers, variant: str) -> None:
     for op in OPS:
-        agree(workers.run(fused_ops.parity, Run(op, **COMMON[variant])))
+        workers.agree(fused_ops.parity, Run(op, **COMMON[variant]))
 
 
 @pytest.mark.parametrize("variant", OWN)
 def test_own_options(workers: harness.Workers, variant: str) -> None:
-    agree(workers.run(fused_ops.parity, Run(**OWN[variant])))
+    workers.agree(fused_ops.parity, Run(**OWN[variant]))
 
 
 def test_lamb_is_not_divided_twice(workers: harness.Workers) -> None:
@@ -108,13 +124,13 @@ def test_no_lr_moves_nothing(workers: harness.Workers, op: str) -> None:
 @pytest.mark.parametrize("memory", ["ordinary", "arena", "mixed"])
 def test_many_small_tensors(workers: harness.Workers, memory: str) -> None:
     shapes = tuple((1 + (i * 37) % 211,) for i in range(397))
-    agree(workers.run(fused_ops.parity, Run(shapes=shapes, steps=5, memory=memory)))
+    workers.agree(fused_ops.parity, Run(shapes=shapes, steps=5, memory=memory))
 
 
 @pytest.mark.parametrize("memory", ["ordinary", "arena", "mixed"])
 def test_large_tensors(workers: harness.Workers, memory: str) -> None:
     run = Run(shapes=((1_000_003,), (257, 1031)), steps=3, memory=memory)
-    agree(workers.run(fused_ops.parity, run))
+    workers.agree(fused_ops.parity, run)
     assert workers.run(fused_ops.digests, run) == workers.run(fused_ops.digests, run)
 
 
@@ -152,7 +168,7 @@ def test_tensors_of_bert_as_one(workers: harness.Workers, op: str) -> None:
 
 def test_lamb_of_many_tensors(workers: harness.Workers) -> None:
     shapes = fused_ops.bert(hidden=16, vocabulary=477)
-    agree(workers.run(fused_ops.parity, Run("lamb", NOISE_FREE, shapes=shapes, steps=2)))
+    workers.agree(fused_ops.parity, Run("lamb", NOISE_FREE, shapes=shapes, steps=2))
 
 
 @pytest.mark.parametrize("op", ["sgd", "adamw"])
@@ -163,7 +179,7 @@ def test_thousands_of_tensors(workers: harness.Workers, op: str) -> None:
 
 def test_thousands_of_tensors_with_norms(pair: harness.Workers) -> None:
     shapes = tuple((1 + i * 37 % 41,) for i in range(4100))
-    agree(pair.run(fused_ops.parity, Run("lamb", NOISE_FREE, shapes=shapes, steps=1)))
+    pair.agree(fused_ops.parity, Run("lamb", NOISE_FREE, shapes=shapes, steps=1))
 
 
 SIZES = st.integers(0, 40) | st.sampled_from([63, 64, 65, 127, 128, 1021, 4096, 16_385, 70_001])
@@ -204,7 +220,7 @@ def test_any_mix(
         async_op=async_op,
         seed=seed,
     )
-    agree(harness.pool(world_size).run(fused_ops.parity, run))
+    harness.pool(world_size).agree(fused_ops.parity, run)
 
 
 OF_ADAM = {
@@ -302,7 +318,7 @@ def test_disagreement(disagreeing: harness.Workers, op: str, what: str) -> None:
             assert f"fused_{op}_" in error.text, error.text
             # Found by comparison, not by waiting.
             assert "ranks disagree" in error.text, error.text
-    agree(disagreeing.run(optim_faults.usable, op))
+    disagreeing.agree(optim_faults.usable, op)
 
 
 # --- dispatcher ---------------------------------------------------------------
@@ -315,51 +331,149 @@ WRITTEN = {
 }
 
 
+def schema(context: Context, op: str, tensor_lr: bool) -> dict[str, bool]:
+    """Which arguments the schema says are written."""
+    written = {}
+    for argument in packet(op, tensor_lr)._schema.arguments:
+        written[argument.name] = argument.alias_info is not None and argument.alias_info.is_write
+    return written
+
+
 @pytest.mark.parametrize("tensor_lr", [False, True])
 @pytest.mark.parametrize("op", OPS)
 def test_schema(op: str, tensor_lr: bool) -> None:
-    [written] = harness.pool(1).run(fused_dispatch.schema, op, tensor_lr)
+    [written] = harness.pool(1).run(schema, op, tensor_lr)
     mutated = {name for name, flag in written.items() if flag}
     assert mutated == WRITTEN[op] | {"master_params", "found_inf"}
     assert "grads" in written and "group_name" in written
 
 
+def fake(context: Context, run: Run) -> None:
+    """Fake and meta tensors pass, and nothing happens to real ones."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    model = Model(context, run)
+    name = dist.distributed_c10d._get_default_group().group_name
+    lists, options = direct(model, name)
+    with FakeTensorMode() as mode:
+        fakes = [[mode.from_tensor(one) for one in many] for many in lists]
+        kwargs = {
+            key: mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
+            for key, value in options.items()
+        }
+        kwargs["master_params"] = [mode.from_tensor(one) for one in model.masters]
+        assert packet(run.op, run.lr_tensor)(*fakes, **kwargs) is None
+        wrapper = getattr(fusedpg, f"fused_{run.op}_")
+        del kwargs["group_name"]
+        assert wrapper(*fakes, **kwargs) is None
+    metas = [[one.to("meta") for one in many] for many in lists]
+    kwargs = {
+        key: value.to("meta") if isinstance(value, torch.Tensor) else value
+        for key, value in options.items()
+    }
+    kwargs["master_params"] = [one.to("meta") for one in model.masters]
+    assert packet(run.op, run.lr_tensor)(*metas, **kwargs) is None
+    works(context)
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_fake_tensors(pair: harness.Workers, op: str) -> None:
-    pair.run(fused_dispatch.fake, Run(op))
-    pair.run(fused_dispatch.fake, Run(op, lr_tensor=True, scale=2.0))
-    pair.run(fused_dispatch.fake, Run(op, dtypes=(BF16,), master=True))
+    pair.run(fake, Run(op))
+    pair.run(fake, Run(op, lr_tensor=True, scale=2.0))
+    pair.run(fake, Run(op, dtypes=(BF16,), master=True))
+
+
+def opcheck(context: Context, run: Run) -> None:
+    """torch's own test of the registration."""
+    model = Model(context, run)
+    model.set_gradients(0)
+    name = dist.distributed_c10d._get_default_group().group_name
+    lists, options = direct(model, name)
+    torch.library.opcheck(
+        packet(run.op, run.lr_tensor),
+        tuple(lists),
+        options,
+        test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
+    )
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_opcheck(op: str) -> None:
     workers = harness.pool(1)
     shapes = ((37,), (3, 5))
-    workers.run(fused_dispatch.opcheck, Run(op, shapes=shapes))
-    workers.run(fused_dispatch.opcheck, Run(op, shapes=shapes, lr_tensor=True, scale=2.0))
-    workers.run(fused_dispatch.opcheck, Run(op, shapes=shapes, dtypes=(BF16,), master=True))
+    workers.run(opcheck, Run(op, shapes=shapes))
+    workers.run(opcheck, Run(op, shapes=shapes, lr_tensor=True, scale=2.0))
+    workers.run(opcheck, Run(op, shapes=shapes, dtypes=(BF16,), master=True))
+
+
+def unknown_group(context: Context, op: str) -> tuple[str, str]:
+    model = Model(context, Run(op))
+    lists, options = direct(model, "nobody has this name")
+    try:
+        packet(op)(*lists, **options)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    raise AssertionError("a group that does not exist was accepted")
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_unknown_group(op: str) -> None:
-    [(_, text)] = harness.pool(1).run(fused_dispatch.unknown_group, op)
+    [(_, text)] = harness.pool(1).run(unknown_group, op)
     assert "nobody has this name" in text
+
+
+def compiled(context: Context, run: Run, how: str, backend: str) -> None:
+    """The same bits as in eager mode, in one graph."""
+    import torch._dynamo
+    import torch._inductor.config
+
+    # Compiling in processes of its own is slow to start.
+    torch._inductor.config.compile_threads = 1
+    torch._dynamo.reset()
+    eager, model = Model(context, run), Model(context, run)
+    name = dist.distributed_c10d._get_default_group().group_name
+    wrapper = getattr(fusedpg, f"fused_{run.op}_")
+    operator = packet(run.op, run.lr_tensor)
+
+    def function(lists: list[list[torch.Tensor]], options: dict[str, Any]) -> torch.Tensor:
+        params, grads, *rest = lists
+        doubled = [grad * 2 for grad in grads]
+        if how == "wrapper":
+            wrapper(params, doubled, *rest, **options)
+        else:
+            operator(params, doubled, *rest, **options)
+        return params[0] + 1
+
+    fast = torch.compile(function, fullgraph=True, backend=backend)
+    for step in range(3):
+        results = []
+        for one, call in ((eager, function), (model, fast)):
+            one.set_gradients(step)
+            lists, options = direct(one, name)
+            if how == "wrapper":
+                del options["group_name"]
+            results.append(call(lists, options))
+            one.calls += 1
+        assert same(results[0], results[1])
+        for mine, want in zip(model.state(), eager.state(), strict=True):
+            assert same(mine, want)
+    assert all(float(step) == 3 for step in model.steps)
 
 
 @pytest.mark.parametrize("how", ["wrapper", "operator"])
 @pytest.mark.parametrize("op", OPS)
 def test_compiled(pair: harness.Workers, op: str, how: str) -> None:
     shapes = ((1021,), (64, 3))
-    pair.run(fused_dispatch.compiled, Run(op, shapes=shapes), how, "aot_eager")
+    pair.run(compiled, Run(op, shapes=shapes), how, "aot_eager")
     options = Run(op, shapes=shapes, lr_tensor=True, scale=4.0)
-    pair.run(fused_dispatch.compiled, options, how, "aot_eager")
+    pair.run(compiled, options, how, "aot_eager")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("how", ["wrapper", "operator"])
 def test_compiled_by_inductor(pair: harness.Workers, how: str) -> None:
     run = Run("adamw", shapes=((1021,), (64, 3)))
-    pair.run(fused_dispatch.compiled, run, how, "inductor", timeout=200)
+    pair.run(compiled, run, how, "inductor", timeout=200)
 
 
 # --- groups that span hosts ----------------------------------------------------
@@ -382,23 +496,23 @@ def test_across_hosts(spread: harness.Workers, op: str) -> None:
         {"dtypes": (FP32, FP64, BF16), "layout": "transposed"},
         {"shapes": ((0,), (5,), (100,), (1,))},
     ):
-        agree(spread.run(fused_ops.parity, Run(op, **options)))  # type: ignore[arg-type]
+        spread.agree(fused_ops.parity, Run(op, **options))  # type: ignore[arg-type]
     spread.run(fused_ops.overflow, Run(op))
 
 
 @pytest.mark.parametrize("variant", [name for name, own in OWN.items() if "large" not in name])
 def test_own_options_across_hosts(variant: str) -> None:
     workers = harness.pool_of_hosts("three")
-    agree(workers.run(fused_ops.parity, Run(**OWN[variant])))
+    workers.agree(fused_ops.parity, Run(**OWN[variant]))
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_classes_across_hosts(spread: harness.Workers, op: str) -> None:
-    agree(spread.run(fused_ops.manual, op))
+    spread.agree(fused_ops.manual, op)
     if op.startswith("adam"):
-        agree(spread.run(fused_ops.manual, op, (("amsgrad", True),)))
+        spread.agree(fused_ops.manual, op, (("amsgrad", True),))
     if op == "sgd":
-        agree(spread.run(fused_ops.manual, op, (("dampening", 0.3),)))
+        spread.agree(fused_ops.manual, op, (("dampening", 0.3),))
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.complex64, torch.bool])
@@ -414,8 +528,6 @@ def test_sum_of_squares_refuses_other_types(dtype: torch.dtype) -> None:
 @hypothesis.settings(max_examples=300)
 @hypothesis.given(numel=st.integers(0, 1 << 40), world_size=st.integers(1, 1024))
 def test_shards_partition_a_tensor(numel: int, world_size: int) -> None:
-    import fusedpg
-
     ranges = [fusedpg.shard_range(numel, world_size, rank) for rank in range(world_size)]
     chunk = -(-numel // world_size)
     chunk = -(-chunk // 32) * 32
@@ -433,15 +545,11 @@ def test_shards_partition_a_tensor(numel: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("arguments", [(-1, 2, 0), (10, 0, 0), (10, 2, 2), (10, 2, -1)])
 def test_wrong_shards(arguments: tuple[int, int, int]) -> None:
-    import fusedpg
-
     with pytest.raises((ValueError, RuntimeError)):
         fusedpg.shard_range(*arguments)
 
 
 def test_shards_by_hand() -> None:
-    import fusedpg
-
     assert fusedpg.shard_range(100, 2, 0) == (0, 64)
     assert fusedpg.shard_range(100, 2, 1) == (64, 36)
     assert [fusedpg.shard_range(33, 4, rank)[1] for rank in range(4)] == [32, 1, 0, 0]

@@ -5,18 +5,166 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import random
 import signal
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 import harness
 import hosts
-from checks import faults, host_faults
-from harness import Died, RemoteError
+from checks import faults
+from fuzz import resources
+from harness import Context, Died, RemoteError
+
+# Of this process, before it was in any group but the first.
+_held: resources.Held = {}
+
+
+def _join(context: Context, ranks: list[int], seconds: float) -> None:
+    """A default group of some ranks, under the store that all groups here have had."""
+    dist.init_process_group(
+        context.backend,
+        store=context.store,
+        rank=ranks.index(context.rank),
+        world_size=len(ranks),
+        timeout=timedelta(seconds=seconds),
+    )
+
+
+def _operation(context: Context, what: str, numel: int) -> Callable[[], None]:
+    """One that checks its own result."""
+    tensor = torch.empty(numel)
+    size, rank = dist.get_world_size(), dist.get_rank()
+
+    def all_reduce() -> None:
+        tensor.fill_(rank + 1)
+        dist.all_reduce(tensor)
+        assert bool((tensor == size * (size + 1) / 2).all())
+
+    def fused_adamw() -> None:
+        import fusedpg
+
+        length = fusedpg.shard_range(numel, size, rank)[1]
+        tensor.fill_(1)
+        moments = torch.zeros(length), torch.zeros(length)
+        fusedpg.fused_adamw_(
+            [tensor],
+            [torch.full((numel,), float(rank + 1))],
+            [moments[0]],
+            [moments[1]],
+            [],
+            [torch.tensor(0.0)],
+            lr=0.5,
+            beta1=0.5,
+            beta2=0.5,
+            weight_decay=0.0,
+            eps=0.0,
+        )
+        # The first step's direction is the gradient's sign.
+        assert bool((tensor == 0.5).all()), tensor
+
+    def all_to_all() -> None:
+        output = torch.empty(size * numel)
+        dist.all_to_all_single(output, torch.full((size * numel,), float(rank)))
+        assert torch.equal(output, torch.arange(float(size)).repeat_interleave(numel))
+
+    def all_gather() -> None:
+        output = torch.empty(size * numel)
+        dist.all_gather_into_tensor(output, tensor.fill_(rank))
+        assert torch.equal(output, torch.arange(float(size)).repeat_interleave(numel))
+
+    def messages() -> None:
+        """Round the ring, from any host to any other."""
+        received = torch.empty(numel)
+        before = (rank - 1) % size
+        works = [dist.irecv(received, before), dist.isend(tensor.fill_(rank), (rank + 1) % size)]
+        for work in works:
+            work.wait()
+        assert bool((received == before).all())
+
+    return {
+        "all_reduce": all_reduce,
+        "fused_adamw_": fused_adamw,
+        "all_to_all": all_to_all,
+        "all_gather": all_gather,
+        "messages": messages,
+    }[what]
+
+
+def prepare(context: Context, ranks: list[int]) -> None:
+    """Whatever a process keeps from its first group on is there."""
+    join(context, ranks, 30)
+    dist.destroy_process_group()
+    if not _held:
+        _held.update(resources.held())
+
+
+def join(context: Context, ranks: list[int], seconds: float) -> None:
+    _join(context, ranks, seconds)
+    _operation(context, "all_reduce", 1000)()
+    _operation(context, "fused_adamw_", 1000)()
+
+
+def until_failure(context: Context, what: str, numel: int, name: str) -> tuple[str, float]:
+    """The error, and when it came."""
+    operation = _operation(context, what, numel)
+    calls = 0
+    try:
+        while True:
+            operation()
+            calls += 1
+            if calls == 3:
+                faults.mark(context, name)
+    except dist.DistBackendError as error:
+        return str(error), time.monotonic()
+
+
+def abort_from_a_thread(context: Context, what: str, numel: int, name: str) -> tuple[str, float]:
+    """Like `until_failure`; on rank 0 another thread aborts. That rank says how long it took."""
+    if context.rank != 0:
+        return until_failure(context, what, numel, name)
+    assert dist.group.WORLD is not None
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    aborted = []
+
+    def abort() -> None:
+        while not (Path(context.scratch) / f"{name}0").exists():
+            time.sleep(0.01)
+        time.sleep(0.2 + 0.05 * random.random())
+        aborted.append(time.monotonic())
+        backend.abort()
+
+    thread = threading.Thread(target=abort)
+    thread.start()
+    text, when = until_failure(context, what, numel, name)
+    thread.join()
+    return text, when - aborted[0]
+
+
+def again(context: Context, ranks: list[int], patience: float) -> None:
+    """A failed group refuses at once; nothing is left of it, and a new one works."""
+    error = faults.refusal(lambda: dist.all_reduce(torch.ones(3)))
+    assert isinstance(error, dist.DistBackendError), error
+    error = faults.refusal(lambda: faults.fused_step(context, 100))
+    assert isinstance(error, dist.DistBackendError), error
+    leave(context, patience)
+    join(context, ranks, 20)
+    leave(context, patience)
+
+
+def leave(context: Context, patience: float) -> None:
+    dist.destroy_process_group()
+    if left := resources.leaks(_held, patience):
+        raise AssertionError(f"{left}, before: {_held}")
+
 
 pytestmark = [pytest.mark.fused_only, pytest.mark.timeout(180)]
 
@@ -52,14 +200,14 @@ class Crew:
                 on=self.on,
             )
         )
-        self.workers.run(host_faults.prepare, self.all)
+        self.workers.run(prepare, self.all)
 
     def close(self) -> None:
         self._exit.close()
 
     def start(self, function: Any, *args: Any, timeout: float = TIMEOUT) -> Path:
         """A new group, and the ranks in the middle of operations. What `late` ranks wait for."""
-        self.workers.run(host_faults.join, self.all, timeout)
+        self.workers.run(join, self.all, timeout)
         name = next(self._names)
         self.workers.start(function, *args, name)
         deadline = time.monotonic() + 20
@@ -79,10 +227,10 @@ class Crew:
         return answers
 
     def again(self, ranks: list[int]) -> None:
-        self._end(host_faults.again, ranks, TIMEOUT + 5, ranks=ranks)
+        self._end(again, ranks, TIMEOUT + 5, ranks=ranks)
 
     def leave(self, ranks: list[int]) -> None:
-        self._end(host_faults.leave, TIMEOUT + 5, ranks=ranks)
+        self._end(leave, TIMEOUT + 5, ranks=ranks)
 
     def _end(self, function: Any, *args: Any, ranks: list[int]) -> None:
         self.workers.start(function, *args, ranks=ranks)
@@ -149,7 +297,7 @@ def test_killed(crew: Crew, what: str, numel: int) -> None:
 def _killed(crew: Crew, what: str, numel: int, name: str) -> None:
     victim = crew.all[-1]
     others = crew.all[:-1]
-    crew.start(host_faults.until_failure, what, numel)
+    crew.start(until_failure, what, numel)
     killed = time.monotonic()
     crew.workers.signal(victim, signal.SIGKILL)
     results = [(round(when - killed, 2), text) for text, when in crew.results(others)]
@@ -162,7 +310,21 @@ def _killed(crew: Crew, what: str, numel: int, name: str) -> None:
     if len(others) == 1:
         # One rank is no group that spans hosts: with the one that has come instead.
         crew.leave(others)
-    crew.workers.run(host_faults.prepare, crew.all)
+    crew.workers.run(prepare, crew.all)
+
+
+def late(context: Context, ranks: list[int], what: str, numel: int, name: str) -> tuple[str, float]:
+    """Like `until_failure`; some ranks do not come before the file `name` with "go" is there."""
+    operation = _operation(context, what, numel)
+    for _ in range(3):
+        operation()
+    faults.mark(context, name)
+    go = Path(context.scratch) / f"{name}go"
+    deadline = time.monotonic() + 30
+    while context.rank in ranks and not go.exists():
+        assert time.monotonic() < deadline, f"no {go}"
+        time.sleep(0.01)
+    return until_failure(context, what, numel, "never")
 
 
 def test_killed_beside_one_that_waits_for_another_host(crew: Crew) -> None:
@@ -171,7 +333,7 @@ def test_killed_beside_one_that_waits_for_another_host(crew: Crew) -> None:
         crew.at_rest = True
         pytest.skip("no rank has a neighbour")
     (victim, neighbour), away = crew.all[:2], crew.all[2:]
-    go = crew.start(host_faults.late, away, "all_reduce", 100, timeout=30)
+    go = crew.start(late, away, "all_reduce", 100, timeout=30)
     begin = time.monotonic()
     crew.workers.signal(victim, signal.SIGKILL)
     for ranks in ([neighbour], away):
@@ -182,13 +344,13 @@ def test_killed_beside_one_that_waits_for_another_host(crew: Crew) -> None:
         go.touch()
     crew.again([neighbour, *away])
     crew.workers.respawn([victim])
-    crew.workers.run(host_faults.prepare, crew.all)
+    crew.workers.run(prepare, crew.all)
 
 
 def test_stopped_before_an_operation(crew: Crew) -> None:
     """Also where Gloo would do it, which a rank that is alone in it waits for in vain."""
     *others, victim = crew.all
-    go = crew.start(host_faults.late, [victim], "all_reduce", 100)
+    go = crew.start(late, [victim], "all_reduce", 100)
     stopped = time.monotonic()
     crew.workers.signal(victim, signal.SIGSTOP)
     try:
@@ -210,7 +372,7 @@ def test_stopped(crew: Crew, what: str, numel: int) -> None:
 def _stopped(crew: Crew, what: str, numel: int, name: str) -> None:
     victim = crew.all[-1]
     others = crew.all[:-1]
-    crew.start(host_faults.until_failure, what, numel)
+    crew.start(until_failure, what, numel)
     stopped = time.monotonic()
     crew.workers.signal(victim, signal.SIGSTOP)
     try:
@@ -228,7 +390,7 @@ def test_link_down(crew: Crew, what: str, numel: int) -> None:
     if crew.links is None:
         crew.at_rest = True
         pytest.skip("pretended hosts have no links")
-    crew.start(host_faults.until_failure, what, numel)
+    crew.start(until_failure, what, numel)
     cut = time.monotonic()
     crew.links.cut(1)
     try:
@@ -250,7 +412,7 @@ def test_abort(crew: Crew, what: str, numel: int) -> None:
 
 def _abort(crew: Crew, what: str, numel: int, name: str) -> None:
     for _ in range(3):
-        crew.start(host_faults.abort_from_a_thread, what, numel)
+        crew.start(abort_from_a_thread, what, numel)
         (text, took), *others = crew.results(crew.all)
         assert "abort" in text, text
         for other, _ in others:
@@ -261,10 +423,23 @@ def _abort(crew: Crew, what: str, numel: int, name: str) -> None:
     raise AssertionError(f"an abort took {took:.2f} s, three times")  # on a busy machine, once
 
 
+def abort_when_idle(context: Context, what: str, name: str) -> tuple[str, float]:
+    """Rank 0 does nothing but abort, when the others wait for it."""
+    if context.rank != 0:
+        faults.mark(context, name)
+        return until_failure(context, what, 1000, "never")
+    assert dist.group.WORLD is not None
+    faults.mark(context, name)
+    time.sleep(0.5)
+    when = time.monotonic()
+    dist.group.WORLD._get_backend(torch.device("cpu")).abort()
+    return "fused: aborted", when
+
+
 @pytest.mark.parametrize("what", ["all_reduce", harness.slow("fused_adamw_")])
 def test_abort_without_an_operation(crew: Crew, what: str) -> None:
     """Who waits for a rank that aborts hears of it, and not at the deadline."""
-    crew.start(host_faults.abort_when_idle, what, timeout=30)
+    crew.start(abort_when_idle, what, timeout=30)
     (_, aborted), *others = crew.results(crew.all)
     for text, when in others:
         named(text, what, [0])
@@ -281,6 +456,12 @@ MISMATCHES = {
 }
 
 
+def mismatch(context: Context, what: str, numel: int) -> str:
+    with pytest.raises(dist.DistBackendError) as error:
+        faults.mismatch(context, what, numel, async_op=False)
+    return str(error.value)
+
+
 @pytest.mark.parametrize(
     ("what", "numel"),
     [
@@ -290,8 +471,8 @@ MISMATCHES = {
     ],
 )
 def test_mismatch(crew: Crew, what: str, numel: int) -> None:
-    crew.workers.run(host_faults.join, crew.all, 20)
-    for rank, text in enumerate(crew.workers.run(host_faults.mismatch, what, numel)):
+    crew.workers.run(join, crew.all, 20)
+    for rank, text in enumerate(crew.workers.run(mismatch, what, numel)):
         for word in MISMATCHES[what]:
             assert word.format(numel, numel + 1) in text, text
         # Rank 0 is the odd one: who is not hears of it, and it of somebody.

@@ -29,10 +29,6 @@ DDP: dict[str, dict[str, Any]] = {
 }
 
 
-def identical(digests: list[str]) -> None:
-    assert len(set(digests)) == 1, "ranks hold different parameters"
-
-
 @pytest.fixture(params=["SGD", "AdamW"])
 def run(request: pytest.FixtureRequest) -> Run:
     return RUNS[request.param]
@@ -46,7 +42,7 @@ def in_mode(run: Run, mode: str) -> Run:
 @pytest.mark.parametrize("mode", UNDER_DDP)
 def test_networks(workers: harness.Workers, mode: str, options: str) -> None:
     for run in RUNS.values():
-        identical(workers.run(optim_ddp.trains, "net", in_mode(run, mode), DDP[options]))
+        workers.agree(optim_ddp.trains, "net", in_mode(run, mode), DDP[options])
 
 
 @pytest.mark.parametrize("options", DDP)
@@ -55,12 +51,12 @@ def test_networks(workers: harness.Workers, mode: str, options: str) -> None:
 def test_other_networks(
     pair: harness.Workers, run: Run, mode: str, kind: str, options: str
 ) -> None:
-    identical(pair.run(optim_ddp.trains, kind, in_mode(run, mode), DDP[options]))
+    pair.agree(optim_ddp.trains, kind, in_mode(run, mode), DDP[options])
 
 
 @pytest.mark.parametrize("kind", ["net", "channels_last", "tied"])
 def test_networks_by_hand(pair: harness.Workers, run: Run, kind: str) -> None:
-    identical(pair.run(optim_ddp.trains, kind, run, {}))
+    pair.agree(optim_ddp.trains, kind, run, {})
 
 
 @pytest.mark.parametrize("view", [False, True], ids=["", "view"])
@@ -71,7 +67,7 @@ def test_state_survives_new_buckets(
 ) -> None:
     options = {"static_graph": static, "gradient_as_bucket_view": view}
     run = Run(mode=mode, ddp=options)
-    identical(trio.run(optim_ddp.rebuild, run))
+    trio.agree(optim_ddp.rebuild, run)
 
 
 @pytest.mark.parametrize("view", [False, True], ids=["", "view"])
@@ -83,24 +79,24 @@ def test_unused_parameters(workers: harness.Workers, mode: str, static: bool, vi
     if static and workers.world_size > 1:
         pytest.skip("ranks differ in what they use")
     run = Run("AdamW", mode, steps=6, ddp={**options, "static_graph": static})
-    identical(workers.run(optim.unused, run))
+    workers.agree(optim.unused, run)
 
 
 @pytest.mark.parametrize("mode", UNDER_DDP)
 def test_two_optimizers(trio: harness.Workers, mode: str) -> None:
-    identical(trio.run(optim_ddp.two_optimizers, mode))
+    trio.agree(optim_ddp.two_optimizers, mode)
 
 
 @pytest.mark.parametrize("view", [False, True], ids=["", "view"])
 def test_parameters_without_an_optimizer(trio: harness.Workers, view: bool) -> None:
-    identical(trio.run(optim_ddp.without_optimizer, view))
+    trio.agree(optim_ddp.without_optimizer, view)
 
 
 @pytest.mark.parametrize("share", [False, True], ids=["", "share"])
 @pytest.mark.parametrize("mode", UNDER_DDP)
 def test_attach_later(trio: harness.Workers, run: Run, mode: str, share: bool) -> None:
     run = dataclasses.replace(run, mode=mode, ours={"share_parameters": share})
-    identical(trio.run(optim_ddp.attach_later, run))
+    trio.agree(optim_ddp.attach_later, run)
 
 
 @pytest.mark.parametrize("mode", UNDER_DDP)
@@ -114,30 +110,30 @@ def test_retained_graph(pair: harness.Workers, mode: str) -> None:
 def test_state_dict_of_a_fresh_optimizer(
     pair: harness.Workers, name: str, mode: str, alone: bool
 ) -> None:
-    identical(pair.run(optim_ddp.checkpoint_of_fresh, Run(name, mode), alone))
+    pair.agree(optim_ddp.checkpoint_of_fresh, Run(name, mode), alone)
 
 
 @pytest.mark.parametrize("zero_last", [False, True], ids=["zero first", "zero last"])
 @pytest.mark.parametrize("mode", MODES)
 def test_join(trio: harness.Workers, run: Run, mode: str, zero_last: bool) -> None:
-    identical(trio.run(optim_ddp.joined, in_mode(run, mode), zero_last, True))
+    trio.agree(optim_ddp.joined, in_mode(run, mode), zero_last, True)
 
 
 @pytest.mark.parametrize("mode", UNDER_DDP)
 def test_join_divides_by_those_who_have_data(trio: harness.Workers, run: Run, mode: str) -> None:
-    identical(trio.run(optim_ddp.joined, in_mode(run, mode), True, False))
+    trio.agree(optim_ddp.joined, in_mode(run, mode), True, False)
 
 
 @pytest.mark.parametrize("uneven", [False, True], ids=["", "join"])
 @pytest.mark.parametrize("mode", MODES)
 def test_local_batch_sizes(trio: harness.Workers, run: Run, mode: str, uneven: bool) -> None:
-    identical(trio.run(optim_ddp.weighted, in_mode(run, mode), uneven))
+    trio.agree(optim_ddp.weighted, in_mode(run, mode), uneven)
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW"])
 def test_fuse(trio: harness.Workers, name: str, mode: str) -> None:
-    identical(trio.run(optim_ddp.continues, Run(name, mode)))
+    trio.agree(optim_ddp.continues, Run(name, mode))
 
 
 def test_fuse_refuses(pair: harness.Workers) -> None:

@@ -18,11 +18,38 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from packaging.specifiers import SpecifierSet
 
 import fusedpg
 import harness
-from checks import options
+from checks import fused_ops, numerics
+from checks.cases import REDUCIBLE, Case, digest, logical, reduce_op, supported
+from fusedpg._registration import load_extension
+from fuzz import compress_kernels
+from harness import Context
+
+
+def kernels(context: Context, isa: str | None) -> str:
+    """One digest of every kernel's results."""
+    if isa is not None:
+        assert fusedpg.group_info()["isa"] == isa
+        assert load_extension().isa() == isa
+    results = []
+    for dtype in REDUCIBLE:
+        for redop in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BXOR", "PREMUL_SUM"):
+            if not supported(redop, dtype):
+                continue
+            case = Case("all_reduce", dtype, 5003, redop=redop, seed=8)
+            tensor = logical(case, context.rank)
+            dist.all_reduce(tensor, reduce_op(redop))
+            results.append(tensor)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        numerics.special(context, dtype, "SUM", 4099)
+    run = fused_ops.Run(hyper=(("amsgrad", True),), steps=10)
+    compressed = compress_kernels.run(5000, 150, 70_000)
+    return digest(results) + fused_ops.parity(context, run) + compressed
+
 
 pytestmark = pytest.mark.fused_only
 
@@ -272,8 +299,6 @@ def test_when_kernels_are_built(tmp_path: Path, arguments: list[str], reason: st
 
 
 def test_options_are_values() -> None:
-    import fusedpg
-
     made = fusedpg.Options(
         timeout=datetime.timedelta(seconds=7), arena_bytes=1 << 26, threads=2, nan_check=True
     )
@@ -290,17 +315,30 @@ def test_options_are_values() -> None:
 
 @pytest.mark.parametrize("keywords", [{"arena_bytes": -1}, {"threads": "many"}, {"colour": "red"}])
 def test_wrong_options(keywords: dict[str, object]) -> None:
-    import fusedpg
-
     with pytest.raises((ValueError, TypeError)):
         fusedpg.Options(**keywords)  # type: ignore[arg-type]
+
+
+def precedence(context: Context) -> None:
+    """Variables set the default group, options a group of their own."""
+    info = fusedpg.group_info()
+    assert info["threads"] == 1
+    assert info["arena_reserved"] >= 64 << 20
+    group = dist.new_group(pg_options=fusedpg.Options(threads=2, arena_bytes=512 << 20))
+    other = fusedpg.group_info(group)
+    assert other["threads"] == 2
+    assert other["arena_reserved"] >= 512 << 20
+    assert other["arena_reserved"] > info["arena_reserved"]
+    tensor = torch.ones(100_000)
+    dist.all_reduce(tensor, group=group)
+    assert bool((tensor == context.world_size).all())
 
 
 def test_precedence() -> None:
     """Options come before variables."""
     env = {"FUSEDPG_THREADS": "1", "FUSEDPG_ARENA_BYTES": str(64 << 20)}
     with harness.Workers(2, env=env, oracle=False) as workers:
-        workers.run(options.precedence)
+        workers.run(precedence)
 
 
 @pytest.mark.parametrize(
@@ -316,11 +354,27 @@ def test_wrong_variables(name: str, value: str) -> None:
     assert name in done.stderr
 
 
+def variable(context: Context, name: str) -> str | None:
+    return os.environ.get(name)
+
+
 def test_comm_memory_variable(pair: harness.Workers) -> None:
     """A user's own setting stays."""
     with harness.Workers(2, env={"DDP_DISABLE_COMM_MEM": "1"}, oracle=False) as workers:
-        assert workers.run(options.variable, "DDP_DISABLE_COMM_MEM") == ["1", "1"]
-    assert pair.run(options.variable, "DDP_DISABLE_COMM_MEM") == ["0", "0"]
+        assert workers.run(variable, "DDP_DISABLE_COMM_MEM") == ["1", "1"]
+    assert pair.run(variable, "DDP_DISABLE_COMM_MEM") == ["0", "0"]
+
+
+def worker_pool(context: Context, threads: int) -> None:
+    """All kernels in ranges, against the same references."""
+    assert fusedpg.group_info()["threads"] == threads
+    for numel in (1, 1000, 70_001, (1 << 20) + 13):
+        for memory in ("ordinary", "arena"):
+            numerics.all_reduce(context, Case("all_reduce", numel=numel, memory=memory))
+    numerics.reduce_scatter(context, Case("reduce_scatter", numel=300_001))
+    for memory in ("ordinary", "arena"):
+        run = fused_ops.Run(shapes=((300_007,), (33,)), steps=3, memory=memory)
+        fused_ops.parity(context, run)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
@@ -328,7 +382,7 @@ def test_comm_memory_variable(pair: harness.Workers) -> None:
 def test_worker_pool(size: int, threads: int) -> None:
     """Several threads per rank give the same bits as one."""
     with harness.Workers(size, env={"FUSEDPG_THREADS": str(threads)}) as workers:
-        workers.run(options.worker_pool, threads)
+        workers.run(worker_pool, threads)
 
 
 @pytest.mark.parametrize("isa", ["scalar", "x86-64-v2", "avx2", "avx512", "neon"])
@@ -340,13 +394,12 @@ def test_instruction_sets(isa: str) -> None:
         assert isa in str(failure)
         pytest.skip(f"this machine or build has no {isa}")
     with workers:
-        best = harness.pool(2).run(options.kernels, None)
-        assert workers.run(options.kernels, isa) == best
+        best = harness.pool(2).run(kernels, None)
+        assert workers.run(kernels, isa) == best
 
 
 def test_stubs_tell_the_truth() -> None:
     """What the stub of the library declares is there, and the other way round."""
-    import fusedpg
     from fusedpg._registration import load_extension
 
     _C = load_extension()
@@ -366,8 +419,6 @@ def test_stubs_tell_the_truth() -> None:
 
 def test_public_names() -> None:
     """Each is there without another import, and known to type checkers."""
-    import fusedpg
-
     for name in fusedpg.__all__:
         value = fusedpg.__getattr__(name)  # what an earlier import left here is not asked for it
         assert value is getattr(fusedpg, name), name
@@ -391,8 +442,20 @@ def test_public_names() -> None:
     assert set(api.__all__) == public
 
 
+def other_devices(context: Context) -> str:
+    """A tensor of a device we were not built for; the text of the error."""
+    group = dist.distributed_c10d._get_default_group()
+    backend = group._get_backend(torch.device("cpu"))
+    try:
+        # torch itself keeps such tensors from the backend: ask it directly.
+        backend.allreduce([torch.ones(3, device="meta")])
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        return str(error)
+    raise AssertionError("a meta tensor was reduced")
+
+
 def test_other_devices_are_refused(pair: harness.Workers) -> None:
-    for text in pair.run(options.other_devices):
+    for text in pair.run(other_devices):
         assert "meta" in text, text
 
 

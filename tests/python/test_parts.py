@@ -21,7 +21,7 @@ def test_each_file_has_a_row() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("file", ["test_detach.py", "test_fusion_ambient.py"])
+@pytest.mark.parametrize("file", ["test_detach.py", "test_fusion_torch_modes.py"])
 def test_parts_are_the_whole(file: str) -> None:
     def collected(*arguments: str) -> list[str]:
         command = ["-m", "pytest", "--collect-only", "-q", "-n", "0", *arguments]

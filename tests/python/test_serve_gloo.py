@@ -10,19 +10,182 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+import fusedpg
 import harness
-from checks import served as rows
 from fusedpg._registration import minor_release
 from harness import Context, on_ranks
+
+Group = Any
+
+
+class Row(NamedTuple):
+    ranks: int
+    run: Callable[[Context, Group], Any]
+    gloo: Any  # what Gloo gives, by rank; None: it is not always the same
+    served: Any
+
+
+def _reduce(context: Context, group: Group) -> Any:
+    t = torch.tensor([context.rank + 1.0])
+    dist.reduce(t, 0, group=group)
+    return t.item()
+
+
+def _transposed_sum(context: Context, group: Group) -> Any:
+    t = torch.arange(4.0).view(2, 2)
+    t = t.clone() if context.rank == 0 else t.t().contiguous().t()
+    dist.all_reduce(t, group=group)
+    return t.tolist()
+
+
+def _transposed_broadcast(context: Context, group: Group) -> Any:
+    t = torch.arange(4.0).view(2, 2)
+    t = t.t() if context.rank == 0 else torch.zeros(2, 2)
+    dist.broadcast(t, 0, group=group)
+    return t.tolist()
+
+
+def _extremes(context: Context, group: Group) -> Any:
+    found = []
+    for op in (dist.ReduceOp.MAX, dist.ReduceOp.MIN):
+        t = torch.tensor([float("nan"), 1.0] if context.rank == 0 else [1.0, float("nan")])
+        dist.all_reduce(t, op, group=group)
+        found += t.isnan().tolist()
+    return found
+
+
+def _half_mean(context: Context, group: Group) -> Any:
+    t = torch.tensor([65504.0], dtype=torch.float16)
+    dist.all_reduce(t, dist.ReduceOp.AVG, group=group)
+    return t.item()
+
+
+def _order(context: Context, group: Group) -> Any:
+    t = torch.tensor([(2.0**26, 1.0, -(2.0**26), 1.0)[context.rank]])
+    dist.all_reduce(t, group=group)
+    return t.item()
+
+
+def _positions(context: Context, group: Group) -> Any:
+    t = torch.full((3000,), (2.0**24, 1.0, 1.0)[context.rank])
+    dist.all_reduce(t, group=group)
+    return len(t.unique())
+
+
+def _bools(context: Context, group: Group) -> Any:
+    t = torch.tensor([True])
+    dist.all_reduce(t, group=group)
+    return t.view(torch.uint8).item()
+
+
+def _works(call: Callable[[], Any]) -> bool:
+    with contextlib.suppress(RuntimeError, ValueError):
+        call()
+        return True
+    return False
+
+
+def _uint16(context: Context, group: Group) -> Any:
+    t = torch.ones(3, dtype=torch.uint16)
+    return _works(lambda: dist.all_reduce(t, group=group)) and t.tolist()
+
+
+def _float8(context: Context, group: Group) -> Any:
+    t = torch.full((3,), context.rank + 1.0).to(torch.float8_e4m3fn)
+    return _works(lambda: dist.broadcast(t, 1, group=group)) and t.float().tolist()
+
+
+def _uneven(context: Context, group: Group) -> Any:
+    parts = [torch.zeros(r + 1) for r in range(context.world_size)]
+    mine = torch.full((context.rank + 1,), context.rank + 1.0)
+    return _works(lambda: dist.all_gather(parts, mine, group=group)) and torch.cat(parts).tolist()
+
+
+def _sparse_mean(context: Context, group: Group) -> Any:
+    t = torch.eye(3).mul(context.rank).to_sparse()
+    works = _works(lambda: dist.all_reduce(t, dist.ReduceOp.AVG, group=group))
+    return works and t.to_dense().diagonal().tolist()
+
+
+def _gradient_of_scatter(context: Context, group: Group) -> Any:
+    x = torch.ones(2 * context.world_size, requires_grad=True)
+    out = torch.zeros(2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dist.reduce_scatter_tensor(out, x, group=group)
+        if not out.requires_grad:
+            return None
+        out.sum().backward()
+    return None if x.grad is None else x.grad.tolist()
+
+
+def _gathered_leaf(context: Context, group: Group) -> Any:
+    if group is context.oracle:
+        return None  # its ranks raise in different calls, and wait for each other then
+    out, x = torch.zeros(2 * context.world_size), torch.ones(2, requires_grad=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(20):
+            dist.all_gather_into_tensor(out.zero_(), x, group=group)
+    return out.tolist()
+
+
+def _polled(context: Context, group: Group) -> Any:
+    part = torch.zeros(1)
+    work = dist.reduce_scatter_tensor(
+        part, torch.ones(context.world_size), group=group, async_op=True
+    )
+    # Gloo's has ended long before: its Work says nothing for ever.
+    end = time.monotonic() + (2 if group is context.oracle else 20)
+    while not work.is_completed() and time.monotonic() < end:
+        time.sleep(0.001)
+    done = work.is_completed()
+    work.wait()
+    return done, part.item()
+
+
+ROWS = {
+    "`reduce(t, dst)` overwrites": Row(4, _reduce, None, [10.0, 2.0, 3.0, 4.0]),
+    "`all_reduce` of a tensor that is transposed on some ranks": Row(
+        2, _transposed_sum, None, [[[0.0, 2.0], [4.0, 6.0]]] * 2
+    ),
+    "`broadcast` of a transposed tensor": Row(
+        2,
+        _transposed_broadcast,
+        [[[0.0, 2.0], [1.0, 3.0]], [[0.0, 1.0], [2.0, 3.0]]],
+        [[[0.0, 2.0], [1.0, 3.0]]] * 2,
+    ),
+    "MAX and MIN lose a NaN": Row(2, _extremes, None, [[True] * 4] * 2),
+    "the mean of float16": Row(2, _half_mean, [float("inf")] * 2, [65504.0] * 2),
+    "sums of float32 depend on the algorithm": Row(4, _order, [0.0] * 4, [1.0] * 4),
+    "the same sum has other bits": Row(3, _positions, [2] * 3, [1] * 3),
+    "the sum of bools": Row(2, _bools, [2] * 2, [1] * 2),
+    "uint16": Row(2, _uint16, [False] * 2, [[2, 2, 2]] * 2),
+    "float8": Row(2, _float8, [False] * 2, [[2.0, 2.0, 2.0]] * 2),
+    "`all_gather` into a list of tensors of different sizes": Row(
+        2, _uneven, [False] * 2, [[1.0, 2.0, 2.0]] * 2
+    ),
+    "the mean of sparse tensors": Row(2, _sparse_mean, [False] * 2, [[0.5] * 3] * 2),
+    "`reduce_scatter_tensor` of a tensor that requires grad": Row(
+        2, _gradient_of_scatter, None, [None] * 2
+    ),
+    "`is_completed()` of an asynchronous `reduce_scatter`": Row(
+        2, _polled, [(False, 2.0)] * 2, [(True, 2.0)] * 2
+    ),
+    "`all_gather_into_tensor` of a tensor that requires grad": Row(
+        2, _gathered_leaf, None, [[1.0] * 4] * 2
+    ),
+}
 
 pytestmark = pytest.mark.fused_only
 
@@ -59,8 +222,6 @@ def backend_of(group: dist.ProcessGroup) -> Any:
 
 
 def is_ours(group: dist.ProcessGroup) -> bool:
-    import fusedpg
-
     return isinstance(backend_of(group), fusedpg.ProcessGroupFused)
 
 
@@ -71,16 +232,33 @@ def check_sum(context: Context, group: dist.ProcessGroup) -> None:
     assert torch.equal(t, torch.arange(5000.0) * n + n * (n - 1) / 2)
 
 
+def compare(context: Context, name: str) -> tuple[Any, Any]:
+    """What came out on Gloo, and on a served group."""
+    from fusedpg import _serve_gloo
+
+    row = ROWS[name]
+    gloo = row.run(context, context.oracle)
+    _serve_gloo.serve_gloo(True)
+    try:
+        group = dist.new_group(backend="gloo")
+        try:
+            return gloo, row.run(context, group)
+        finally:
+            dist.destroy_process_group(group)
+    finally:
+        _serve_gloo.serve_gloo(False)
+
+
 # --- what it does otherwise -----------------------------------------------------
 
 
-@pytest.mark.parametrize("name", rows.ROWS)
+@pytest.mark.parametrize("name", ROWS)
 def test_what_differs(name: str) -> None:
     """A row of docs/guides/serve_gloo.md."""
-    row = rows.ROWS[name]
+    row = ROWS[name]
     text = (harness.ROOT / "docs/guides/serve_gloo.md").read_text()
     assert text.count(f"| {name}") == 1
-    gloo, served = zip(*harness.pool(row.ranks).run(rows.compare, name), strict=True)
+    gloo, served = zip(*harness.pool(row.ranks).run(compare, name), strict=True)
     assert list(served) == row.served, (served, gloo)
     assert list(gloo) != list(served)
     assert row.gloo is None or list(gloo) == row.gloo, gloo
@@ -91,8 +269,6 @@ def test_what_differs(name: str) -> None:
 
 @on_ranks(2, 3)
 def test_group_is_ours_by_the_name_of_gloo(context: Context) -> None:
-    import fusedpg
-
     with served() as group:
         assert is_ours(group)
         check_sum(context, group)
@@ -188,8 +364,6 @@ def test_group_made_by_hand(context: Context) -> None:
 @on_ranks(2)
 def test_fused_optimizer(context: Context) -> None:
     """fusedpg's own functions take the group as one of theirs."""
-    import fusedpg
-
     torch.manual_seed(0)
     model, data = torch.nn.Linear(4, 3), torch.randn(8, 4)
     reference = torch.nn.Linear(4, 3)
@@ -254,8 +428,6 @@ def test_compressed_gradients(context: Context, uncompressed: int) -> None:
 
 
 def between_hosts(context: Context) -> str:
-    import fusedpg
-
     with served() as group:
         check_sum(context, group)
         t = torch.full((3,), float(context.rank))
@@ -431,7 +603,6 @@ def test_layout_check_tells_other_numbers(context: Context) -> None:
     options._devices = [serve().Gloo.create_device(hostname="127.0.0.1")]
     options._threads = 3
     gloo = serve().Gloo(dist.HashStore(), 0, 1, options)
-    import fusedpg
 
     assert fusedpg.ProcessGroupFused._layout_is_gloos(gloo, 3)
     assert not fusedpg.ProcessGroupFused._layout_is_gloos(gloo, 4)

@@ -81,3 +81,7 @@ def test_rooms_that_may_not_be_seen(room: str, text: str, wrong: bool, tmp_path:
 def test_of_this_tree() -> None:
     assert tool("check_names").name_errors(ROOT / "csrc") == []
     assert tool("check_layers").layer_errors(ROOT / "csrc") == []
+
+
+def test_page_of_what_is_tested_is_up_to_date() -> None:
+    assert tool("tested").main(["--check"]) == 0, "run: python tools/tested.py"

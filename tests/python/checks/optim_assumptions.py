@@ -9,21 +9,8 @@ from __future__ import annotations
 
 import ast
 import sys
-import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-from unittest import mock
-
-import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint.state_dict as dcp
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-
-from checks.optim_torch import parameters
-from checks.refused import refused
-from harness import Context
 
 CHECKPOINT = "torch/distributed/checkpoint"
 
@@ -108,105 +95,6 @@ def wrong(root: Path) -> Iterator[str]:
         yield "_ddp_init_helper has other arguments"
     if "_use_python_reducer" not in ast.unparse(ddp.tree):
         yield "DDP does not say whether its reducer is Python"
-
-
-# --- a torch that is not known -----------------------------------------------------------
-
-
-def _in(module: str, source: str, name: str) -> Any:
-    """A function as if it stood in that module of torch."""
-    namespace = {**vars(sys.modules[module])}
-    exec(compile(source, module, "exec"), namespace)
-    return namespace[name]
-
-
-def another_checkpoint(context: Context) -> None:
-    """Who asks for state is not recognised: never slices where something whole is wanted."""
-    import fusedpg
-
-    params = parameters()
-    optimizer = fusedpg.optim.AdamW(params, lr=0.1)
-    torch.stack([param.sum() for param in params]).sum().backward()
-    optimizer.step()
-    ask = "def {0}(optim, info): return optim.state_dict()"
-    for name, info in (
-        ("_optim_state", types.SimpleNamespace()),
-        ("_get_optim_state_dict", types.SimpleNamespace()),
-        ("_get_optim_state_dict", types.SimpleNamespace(full_state_dict=True)),
-        ("_get_optim_state_dict", None),
-    ):
-        asks = _in(dcp.__name__, ask.format(name), name)
-        with refused("in a way that is not known"):
-            asks(optimizer, info)
-    # It has another name, and the same facts.
-    asks = _in(dcp.__name__, ask.format("_optim_state"), "_optim_state")
-    whole = asks(optimizer, types.SimpleNamespace(full_state_dict=True, cpu_offload=False))
-    sizes = [state["exp_avg"].numel() for state in whole["state"].values()]
-    assert sizes == [param.numel() for param in params], sizes
-
-
-def another_init(context: Context) -> None:
-    """What makes state by a step is not recognised: a step as torch's, or none at all."""
-    import fusedpg
-
-    source = Path(str(dcp.__file__)).read_text()
-    function = next(
-        ast.unparse(node) for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.FunctionDef) and node.name == "_init_optim_state"
-    )  # fmt: skip
-    renamed = function.replace("def _init_optim_state", "def _make_optim_state")
-    make = _in(dcp.__name__, renamed, "_make_optim_state")
-    mine, theirs = parameters(), parameters()
-    ours, torchs = fusedpg.optim.AdamW(mine, lr=0.1), torch.optim.AdamW(theirs, lr=0.1)
-    for one in (ours, torchs):
-        make(one)
-    assert ours.param_groups[0]["lr"] == 0.1
-    for a, b in zip(mine, theirs, strict=True):
-        assert torch.equal(a, b)
-        assert ours.state[a].keys() == torchs.state[b].keys()
-        assert ours.state[a]["step"] == torchs.state[b]["step"]
-    ddp = DistributedDataParallel(nn.Linear(3, 2))
-    for overlap in (False, True):
-        bridged = fusedpg.optim.AdamW(ddp.parameters(), lr=0.1, ddp=ddp, overlap=overlap)
-        with refused("never reduced"):
-            make(bridged)
-        ddp.zero_grad()
-        bridged.detach()
-        ddp(torch.ones(1, 3))  # gets a reducer of its own
-
-
-def another_clip(context: Context) -> None:
-    """Who asks for norms is not recognised: a mixture of gradients is refused."""
-    import fusedpg
-
-    params = parameters()
-    optimizer = fusedpg.optim.AdamW(params, lr=0.1)
-    torch.stack([param.sum() for param in params]).sum().backward()
-    optimizer.reduce_gradients()
-    grads = [params[0].grad, torch.ones(3), params[1].grad]
-    ask = "def {0}(grads, {1}): return torch._foreach_norm(grads, 2.0)"
-    asks = _in(
-        "torch.nn.utils.clip_grad", ask.format("_get_total_norm", "foreach"), "_get_total_norm"
-    )
-    assert len(asks(grads, None)) == 3
-    asks = _in("torch.nn.utils.clip_grad", ask.format("_norms", "way"), "_norms")
-    with refused("cannot be mixed"):
-        asks(grads, None)
-
-
-def another_join(context: Context) -> None:
-    """What DDP divides by under Join is not known."""
-    from fusedpg.optim import _torch
-
-    ddp = DistributedDataParallel(nn.Linear(3, 2))
-    assert not _torch.divides_by_active(ddp)
-    with mock.patch.object(ddp, "_join_config", types.SimpleNamespace(enable=True)):
-        with refused("divides by under Join"):
-            _torch.divides_by_active(ddp)
-        for told in (True, False):
-            ddp._divide_by_initial_world_size = told
-            assert _torch.divides_by_active(ddp) != told
-    dist.barrier()
 
 
 if __name__ == "__main__":

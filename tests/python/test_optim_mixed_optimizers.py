@@ -1,15 +1,17 @@
-"""Parameters of a module that belong to other optimizers than ours."""
+"""Modules of which a part belongs to an optimizer of torch: sparse and complex parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+import harness
 from checks.cases import digest
 from harness import Context
 
@@ -75,6 +77,9 @@ def _trained(
         yield [param.detach().clone() for param in module.parameters()]
 
 
+pytestmark = pytest.mark.fused_only
+
+
 def trains(context: Context, kind: str, mode: str, view: bool) -> str:
     """Ours has the head, torch's optimizer the rest; against plain DDP on Gloo."""
     now: list[torch.Tensor] = []
@@ -84,3 +89,10 @@ def trains(context: Context, kind: str, mode: str, view: bool) -> str:
         for a, b in zip(now, want, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     return digest([one if not one.is_complex() else torch.view_as_real(one) for one in now])
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["", "view"])
+@pytest.mark.parametrize("mode", ["plain", "ddp", "overlap", "hook"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_of_torch(pair: harness.Workers, kind: str, mode: str, view: bool) -> None:
+    pair.agree(trains, kind, mode, view)

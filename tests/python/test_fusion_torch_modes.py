@@ -1,4 +1,4 @@
-"""What torch's modes do to a fused function, against the same function without `fuse`."""
+"""Fused functions under torch's modes: autocast, no_grad, default types and devices."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
 import fusedpg
+import harness
 from checks.compiled import compiles, environment
 from checks.refused import refused
 from fusedpg import fusion
 from fusedpg.fusion import Partial, Replicate, Shard, all_reduce
-from harness import Context
+from harness import Context, on_ranks
 
 
 def product(x: Replicate, w: Replicate):
@@ -97,6 +99,28 @@ def functions(context: Context, dtype: torch.dtype) -> None:
                     close(targets, outcome[0], what)
 
 
+def scaled(function: Callable[..., Any]) -> Callable[..., torch.Tensor]:
+    return fusedpg.fuse(lambda x: function(x) * 1.0)
+
+
+pytestmark = pytest.mark.fused_only
+
+
+@pytest.mark.parametrize(
+    ("world_size", "dtype"),
+    [
+        (2, torch.bfloat16),
+        *(
+            harness.slow(*case)
+            for case in [(1, torch.bfloat16), (1, torch.float32), (2, torch.float32)]
+        ),
+        *(harness.slow(size, torch.float64) for size in (1, 2)),
+    ],
+)
+def test_autocast(world_size: int, dtype: torch.dtype) -> None:
+    harness.pool(world_size).run(functions, dtype, timeout=240)  # dozens are compiled
+
+
 def blocks(context: Context) -> None:
     """A parallel layer: blocks of a product, a sum over the ranks, a fused collective behind it."""
     size, rank = context.world_size, context.rank
@@ -123,7 +147,13 @@ def blocks(context: Context) -> None:
                         close(run(*mine, 1, group=group), res + (total + b), (schedule, state))
 
 
-def threads_and_devices(context: Context) -> None:
+@pytest.mark.parametrize("world_size", [2, harness.slow(3)])
+def test_autocast_of_blocks(world_size: int) -> None:
+    harness.pool(world_size).run(blocks)
+
+
+@on_ranks(2)
+def test_threads_and_devices(context: Context) -> None:
     """`wait` elsewhere than the call: in another state, and under another default device."""
     x, w = torch.randn(32, 32), torch.randn(32, 32)
     fused = fusedpg.fuse(lambda x, w: torch.relu(all_reduce(x) @ w) + 1)
@@ -149,7 +179,8 @@ def threads_and_devices(context: Context) -> None:
             torch.set_default_dtype(torch.float32)
 
 
-def under_compile(context: Context) -> None:
+@on_ranks(2)
+def test_under_compile(context: Context) -> None:
     """The state outside of a compiled function, and inside of it, is that of the call."""
     torch._dynamo.reset()
     x, w = torch.randn(64, 64), torch.randn(64, 64)
@@ -178,7 +209,8 @@ def under_compile(context: Context) -> None:
             close(gradients[1], gradients[0], ("compile", torch.bfloat16))
 
 
-def managers(context: Context) -> None:
+@on_ranks(2)
+def test_managers(context: Context) -> None:
     """Context managers that a program cannot keep are refused, wherever the call is."""
     x, w = torch.ones(3), torch.ones(3)
 
@@ -224,7 +256,8 @@ def managers(context: Context) -> None:
         fusedpg.fuse(attribute)(x, w)
 
 
-def in_place(context: Context) -> None:
+@on_ranks(2)
+def test_in_place(context: Context) -> None:
     """Python's in-place operators on tensors are refused; on numbers they mean another number."""
     g, w = torch.ones(4), torch.full((4,), 2.0)
 
@@ -243,7 +276,8 @@ def in_place(context: Context) -> None:
     assert torch.equal(w, torch.full((4,), 2.0))
 
 
-def mistakes(context: Context) -> None:
+@on_ranks(2)
+def test_mistakes(context: Context) -> None:
     """Errors say what to do, and names of parameters are anything that is not reserved."""
     x, size = torch.ones(4), context.world_size
     fused = fusedpg.fuse(lambda x, s: all_reduce(x) * s)
@@ -293,11 +327,8 @@ def mistakes(context: Context) -> None:
         assert columns.tolist() == [[size, 2.0]] * 4
 
 
-def scaled(function: Callable[..., Any]) -> Callable[..., torch.Tensor]:
-    return fusedpg.fuse(lambda x: function(x) * 1.0)
-
-
-def magnitudes(context: Context) -> None:
+@on_ranks(2)
+def test_magnitudes(context: Context) -> None:
     """Transcendental functions of small and large numbers, against float64."""
     sizes = torch.logspace(-30, 1.5, 4000, dtype=torch.float64)
     x64 = torch.cat([sizes, -sizes]).float().double()

@@ -1,4 +1,4 @@
-"""Ranks that pass other numbers or flags: all of them raise, and go on."""
+"""Ranks that call a fused function with other numbers or flags: all of them raise."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
 import fusedpg
+import harness
 from checks.compiled import compiles, environment
 from fusedpg import fusion
 from fusedpg.fusion import Partial, Replicate, alike, all_gather, all_reduce, reduce_scatter
-from harness import Context
+from harness import Context, on_ranks
 
 
 def adam(g: Partial, w: Replicate, m: Replicate, v: Replicate, s: float):
@@ -129,7 +131,18 @@ def results_of(results: Any) -> tuple[torch.Tensor, ...]:
     return results if isinstance(results, tuple) else (results,)
 
 
-def unlike_only_in_kind(context: Context) -> None:
+pytestmark = pytest.mark.fused_only
+
+
+@pytest.mark.parametrize(
+    ("world_size", "every"), [(2, False), *(harness.slow(size, True) for size in (1, 2, 3))]
+)
+def test_ranks_differ(world_size: int, every: bool) -> None:
+    harness.pool(world_size).run(differ, every, timeout=300)
+
+
+@on_ranks(2)
+def test_what_may_differ(context: Context) -> None:
     """1 is 1.0, and what no result depends on may differ."""
     x = torch.ones(5)
     scaled = fusedpg.fuse(lambda x, s: all_reduce(x) * s)
@@ -163,3 +176,7 @@ def arithmetic() -> None:
                 assert math.isfinite(float(total.abs().max()))
                 same = len(set(marks)) == 1
                 assert alike.equal(total.tolist(), size, op) == same, (size, op, marks)
+
+
+def test_arithmetic() -> None:
+    arithmetic()

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+import fusedpg
 import harness
 from checks.optim import healthy
 from checks.refused import refused
@@ -50,8 +51,6 @@ class Script:
     """A model in a mode, and the same with torch.optim in one process."""
 
     def __init__(self, context: Context, mode: str, **options: Any) -> None:
-        import fusedpg
-
         torch.manual_seed(7)
         self.context = context
         self.net, self.twin = Net(), Net()
@@ -219,8 +218,6 @@ def test_backward_that_raises(context: Context, mode: str, reentrant: bool) -> N
 @harness.on_ranks(3)
 def test_join_of_the_module_alone(context: Context) -> None:
     """Ranks that have run out of data see the others' last update, as on Gloo."""
-    import fusedpg
-
     nets = []
     for group in (None, context.oracle):
         torch.manual_seed(3)
@@ -248,8 +245,6 @@ def test_join_of_the_module_alone(context: Context) -> None:
 @pytest.mark.parametrize("mode", ["manual", "ddp", "overlap"])
 @harness.on_ranks(2)
 def test_data_of_a_gradient(context: Context, mode: str) -> None:
-    import fusedpg
-
     net = nn.Linear(5, 3)
     ddp = None if mode == "manual" else DistributedDataParallel(net)
     opt = fusedpg.optim.SGD(net.parameters(), lr=1.0, ddp=ddp, overlap=mode == "overlap")
@@ -295,8 +290,6 @@ def test_two_steps_after_one_backward(context: Context, mode: str) -> None:
 @harness.on_ranks(2)
 def test_a_stale_gradient_beside_new_ones(context: Context) -> None:
     """torch applies a gradient that nobody has dropped again; overlap=True has it no more."""
-    import fusedpg
-
     net = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
 
     class Chosen(nn.Module):
@@ -321,8 +314,6 @@ def test_a_stale_gradient_beside_new_ones(context: Context) -> None:
 @pytest.mark.parametrize("mode", ["manual", "ddp", "overlap"])
 @harness.on_ranks(2)
 def test_a_parameter_listed_twice(context: Context, mode: str) -> None:
-    import fusedpg
-
     net = nn.Linear(5, 3)
     ddp = None if mode == "manual" else DistributedDataParallel(net)
     options: dict[str, Any] = {"lr": 1.0, "ddp": ddp, "overlap": mode == "overlap"}
@@ -367,7 +358,6 @@ def test_copies_of_a_module(
     context: Context, mode: str, when: str, copied: Callable[[Any], Any]
 ) -> None:
     """The copy is a plain DistributedDataParallel; the original goes on."""
-    import fusedpg
 
     def batch(step: int) -> torch.Tensor:
         return torch.full((2, 5), float(step + context.rank))
@@ -419,7 +409,6 @@ def test_another_type_after_ddp(
     context: Context, mode: str, steps: int, options: dict[str, bool]
 ) -> None:
     """Autograd drops DDP's hooks then; plain DDP lets ranks drift apart without a word."""
-    import fusedpg
 
     class Converting(nn.Module):
         def __init__(self) -> None:

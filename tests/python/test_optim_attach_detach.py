@@ -1,4 +1,4 @@
-"""Optimizers come and go: attach, detach, second ones, and what is left of them."""
+"""Fused optimizers come and go: attach, detach, several on one DDP, and what is left of them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import hypothesis
+import hypothesis.strategies as st
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -15,10 +18,11 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedpg
+import harness
 from checks.optim_script import LAYERS, WIDTH, Net
 from checks.refused import refused
 from fusedpg._registration import minor_release
-from harness import Context
+from harness import Context, on_ranks
 
 Program = list[tuple[Any, ...]]
 HALVES = 2
@@ -122,34 +126,66 @@ class Life:
         self.ddp(x, skip=skip).square().sum().mul(1 + self.context.rank).backward()
 
 
-def lives(context: Context, program: Program, ddp: dict[str, Any]) -> str:
-    """Runs a program with ours and with torch's; what differs, if anything."""
+pytestmark = pytest.mark.fused_only
+
+DDP = {
+    "default": {},
+    "view": {"gradient_as_bucket_view": True},
+    "find_unused": {"find_unused_parameters": True},
+    "view, find_unused": {"gradient_as_bucket_view": True, "find_unused_parameters": True},
+    "static": {"static_graph": True},
+}
+
+
+def freed(context: Context, mode: str, zero: bool, fails: bool) -> None:
+    """All of it, whatever stands in ``p.grad`` and however backward ended."""
     gc.collect()
     before = used_bytes()
-    ours, twin = Life(context, True, **ddp), Life(context, False, **ddp)
-    found = ""
-    for number, (action, *arguments) in enumerate(program):
-        for life in (ours, twin):
-            getattr(life, action)(*arguments)
-        pairs = zip(ours.module.parameters(), twin.module.parameters(), strict=True)
-        apart = max(float((p - q).detach().abs().max()) for p, q in pairs)
-        if not apart < 1e-9 and not found:
-            found = f"{apart} apart after {number}: {program[number]}"
-    # The garbage collector does not see every cycle, so nothing may be in one of those.
-    watched = [ours.ddp, ours.module, *ours.current, *ours.parked, *ours.module.parameters()]
-    alive = [weakref.ref(one) for one in watched if one is not None]
-    shared = any(action[0] == "new" and action[2] == "shared" for action in program)
-    del ours, twin, life, watched, pairs
+    hooks = nn.modules.module._global_forward_pre_hooks
+    hooked = list(hooks)  # tests before this one may have left optimizers
+    module: Any = nn.Sequential(*(nn.Linear(40, 40) for _ in range(5)))
+    net: Any = module if mode == "manual" else DistributedDataParallel(module)
+    options = {} if mode == "manual" else {"ddp": net, "overlap": mode == "overlap"}
+    optimizer = fusedpg.optim.AdamW(module.parameters(), **options)
+    for _ in range(3):
+        optimizer.zero_grad()
+        net(torch.randn(3, 40)).sum().backward()
+        optimizer.step()
+    if fails:
+        # The hook is the last to run: gradients of the others have been taken, or updated.
+        optimizer.zero_grad()
+        handle = module[0].weight.register_post_accumulate_grad_hook(lambda _: 1 // 0)
+        refuses(net(torch.randn(3, 40)).sum().backward, ZeroDivisionError, "zero")
+        handle.remove()
+        del handle
+    if zero:
+        optimizer.zero_grad()
+    alive = [weakref.ref(one) for one in (net, module, optimizer, *module.parameters())]
+    if mode != "manual":
+        alive.append(weakref.ref(net.reducer))
+    del net, module, optimizer, options
     gc.collect()
-    left = [type(one()).__name__ for one in alive if one() is not None]
-    if left:
-        found += f"; still there: {left}"
-    if used_bytes() != before and not shared:
-        found += f"; the arena has {used_bytes()} bytes in use, {before} before"
-    return found
+    assert not [type(one()).__name__ for one in alive if one() is not None]
+    assert used_bytes() <= before, (used_bytes(), before)
+    assert not set(hooks) - set(hooked)
 
 
-def is_plain_again(context: Context, view: bool, static: bool) -> None:
+@pytest.mark.parametrize("mode", ["manual", "ddp", "overlap"])
+def test_everything_is_freed(pair: harness.Workers, mode: str) -> None:
+    for zero in (True, False):
+        pair.run(freed, mode, zero, False)
+
+
+@pytest.mark.parametrize("mode", ["ddp", "overlap"])
+def test_everything_is_freed_after_a_failure(mode: str) -> None:
+    # One rank: the others would wait for what it did not start.
+    harness.pool(1).run(freed, mode, False, True)
+
+
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("static", [False, True])
+@on_ranks(2)
+def test_detach_leaves_plain_ddp(context: Context, view: bool, static: bool) -> None:
     """After detach() and a forward nothing of ours is left on DDP and its parameters."""
     torch.manual_seed(0)
     module: Any = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
@@ -195,7 +231,9 @@ def is_plain_again(context: Context, view: bool, static: bool) -> None:
     ddp.register_comm_hook(None, default_hooks.allreduce_hook)
 
 
-def pending_after_step(context: Context, attached: bool) -> None:
+@pytest.mark.parametrize("attached", [False, True])
+@on_ranks(2)
+def test_detach_with_what_came_after_the_step(context: Context, attached: bool) -> None:
     """detach() would lose what backward has added to a gradient that step() has applied."""
     torch.manual_seed(0)
     module = nn.Linear(5, 7)
@@ -213,8 +251,13 @@ def pending_after_step(context: Context, attached: bool) -> None:
     optimizer.detach()
 
 
-def forgotten(context: Context, view: bool, hook: bool, first: bool) -> None:
+@pytest.mark.parametrize("view", (False, True))
+@pytest.mark.parametrize("hook", (False, True))
+@pytest.mark.parametrize("first", (False, True))
+@on_ranks(2)
+def test_forgotten_ddp(context: Context, view: bool, hook: bool, first: bool) -> None:
     """DDP without a word to the optimizer raises in the first backward."""
+    # DDP is in the middle of a backward then.
     module = nn.Linear(5, 7)
     optimizer: Any = fusedpg.optim.SGD(module.parameters(), lr=0.1) if first else None
     ddp = DistributedDataParallel(module, gradient_as_bucket_view=view)
@@ -226,7 +269,8 @@ def forgotten(context: Context, view: bool, hook: bool, first: bool) -> None:
     refuses(loss.backward, RuntimeError, "ddp=ddp")
 
 
-def wrong_modules(context: Context) -> None:
+@on_ranks(2)
+def test_wrong_modules(context: Context) -> None:
     """What is no DistributedDataParallel, or not the right one, and what to write instead."""
     a, b = nn.Linear(5, 7), nn.Linear(5, 7)
     first, second = DistributedDataParallel(a), DistributedDataParallel(b)
@@ -255,7 +299,8 @@ def wrong_modules(context: Context) -> None:
     assert torch.allclose(hooked.module.weight.grad, torch.full((2, 2), mean))
 
 
-def sharded_elsewhere(context: Context) -> None:
+@on_ranks(2)
+def test_sharded_elsewhere(context: Context) -> None:
     """Parameters of FSDP, also when it came after the optimizer."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -288,34 +333,79 @@ def sharded_elsewhere(context: Context) -> None:
         )
 
 
-def freed(context: Context, mode: str, zero: bool, fails: bool) -> None:
-    """All of it, whatever stands in ``p.grad`` and however backward ended."""
+def lives(context: Context, program: Program, ddp: dict[str, Any]) -> str:
+    """Runs a program with ours and with torch's; what differs, if anything."""
     gc.collect()
     before = used_bytes()
-    hooks = nn.modules.module._global_forward_pre_hooks
-    hooked = list(hooks)  # tests before this one may have left optimizers
-    module: Any = nn.Sequential(*(nn.Linear(40, 40) for _ in range(5)))
-    net: Any = module if mode == "manual" else DistributedDataParallel(module)
-    options = {} if mode == "manual" else {"ddp": net, "overlap": mode == "overlap"}
-    optimizer = fusedpg.optim.AdamW(module.parameters(), **options)
-    for _ in range(3):
-        optimizer.zero_grad()
-        net(torch.randn(3, 40)).sum().backward()
-        optimizer.step()
-    if fails:
-        # The hook is the last to run: gradients of the others have been taken, or updated.
-        optimizer.zero_grad()
-        handle = module[0].weight.register_post_accumulate_grad_hook(lambda _: 1 // 0)
-        refuses(net(torch.randn(3, 40)).sum().backward, ZeroDivisionError, "zero")
-        handle.remove()
-        del handle
-    if zero:
-        optimizer.zero_grad()
-    alive = [weakref.ref(one) for one in (net, module, optimizer, *module.parameters())]
-    if mode != "manual":
-        alive.append(weakref.ref(net.reducer))
-    del net, module, optimizer, options
+    ours, twin = Life(context, True, **ddp), Life(context, False, **ddp)
+    found = ""
+    for number, (action, *arguments) in enumerate(program):
+        for life in (ours, twin):
+            getattr(life, action)(*arguments)
+        pairs = zip(ours.module.parameters(), twin.module.parameters(), strict=True)
+        apart = max(float((p - q).detach().abs().max()) for p, q in pairs)
+        if not apart < 1e-9 and not found:
+            found = f"{apart} apart after {number}: {program[number]}"
+    # The garbage collector does not see every cycle, so nothing may be in one of those.
+    watched = [ours.ddp, ours.module, *ours.current, *ours.parked, *ours.module.parameters()]
+    alive = [weakref.ref(one) for one in watched if one is not None]
+    shared = any(action[0] == "new" and action[2] == "shared" for action in program)
+    del ours, twin, life, watched, pairs
     gc.collect()
-    assert not [type(one()).__name__ for one in alive if one() is not None]
-    assert used_bytes() <= before, (used_bytes(), before)
-    assert not set(hooks) - set(hooked)
+    left = [type(one()).__name__ for one in alive if one() is not None]
+    if left:
+        found += f"; still there: {left}"
+    if used_bytes() != before and not shared:
+        found += f"; the arena has {used_bytes()} bytes in use, {before} before"
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "options",
+    [harness.slow(name) if name in ("view", "find_unused") else name for name in DDP],
+)
+def test_coming_and_going(pair: harness.Workers, options: str) -> None:
+    program: Program = [("train", 2, False, (), True)]
+    for kind in ("ddp", "overlap", "late", "shared"):
+        for half in range(HALVES):
+            program.append(("new", half, kind, half == 1))
+            program.append(("train", 3, half == 0, (), half == 1))
+        for half in range(HALVES):
+            program.append(("park", half, half == 0))
+            program.append(("train", 2, half == 1, (), True))
+        for half in range(HALVES):
+            program.append(("back", half))
+            program.append(("train", 2, False, (), False))
+    found = pair.run(lives, program, DDP[options])
+    assert not any(found), found
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> tuple[Program, str]:
+    options = draw(st.sampled_from(sorted(DDP)))
+    half = st.integers(0, HALVES - 1)
+    kind = st.sampled_from(["ddp", "overlap", "late", "torch", "shared"])
+    change = st.one_of(
+        st.tuples(st.just("new"), half, kind, st.booleans()),
+        st.tuples(st.just("park"), half, st.booleans()),
+        st.tuples(st.just("back"), half),
+    )
+    program: Program = []
+    for _ in range(draw(st.integers(1, 6))):
+        program += draw(st.lists(change, min_size=1, max_size=2))
+        skip = draw(st.lists(st.integers(0, 5), max_size=2, unique=True))
+        skip = skip if "find_unused" in options else []
+        accumulate = draw(st.booleans()) and "static" not in options
+        steps = draw(st.integers(1, 3))
+        program.append(("train", steps, accumulate, tuple(skip), draw(st.booleans())))
+    return program, options
+
+
+@pytest.mark.long
+@hypothesis.settings(max_examples=12)
+@hypothesis.given(programs(), st.integers(1, 3))
+def test_drawn_lives(drawn: tuple[Program, str], size: int) -> None:
+    program, options = drawn
+    found = harness.pool(size).run(lives, program, DDP[options])
+    assert not any(found), found
