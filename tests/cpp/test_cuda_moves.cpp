@@ -93,15 +93,18 @@ TEST(cuda_tiles_pack_and_unpack) {
 
           // This rank's block, divided, to the slices.
           std::vector<Array> outputs = params;
-          const std::vector<uint8_t> used{1, 0, 1, 1};
+          std::vector<TensorScalars> scalars(4);
+          for (size_t t = 0; t < scalars.size(); ++t) {
+            scalars[t].skip = t == 1;
+          }
           back.wire = wire.pointer(static_cast<uint64_t>(cut.rank) * cut.block);
           back.to_outputs = true;
           back.divisor = 3;
-          back.used = used.data();
+          back.scalars = scalars.data();
           for (uint32_t t = 0; t < cut.counts.size(); ++t) {
             infos[t].output = outputs[t].pointer();
             const ShardRange slice = cut.slice(t);
-            for (int64_t i = 0; used[t] != 0 && i < slice.length; ++i) {
+            for (int64_t i = 0; !scalars[t].skip && i < slice.length; ++i) {
               const auto at = static_cast<size_t>(slice.offset + i);
               const double x = params[t].get(at);
               params[t].set(
@@ -120,7 +123,7 @@ TEST(cuda_tiles_pack_and_unpack) {
           for (uint32_t t = 0; t < cut.counts.size(); ++t) {
             const ShardRange slice = cut.slice(t);
             CHECK(
-                used[t] == 0 || slice.length == 0 ||
+                scalars[t].skip || slice.length == 0 ||
                 outputs[t].get(static_cast<size_t>(slice.offset)) == 0);
           }
         }

@@ -1,5 +1,7 @@
 // What ranks agree on, and the scalars of the updates.
 
+#include <map>
+
 #include "check.hpp"
 #include "cuda_tiles.hpp"
 
@@ -24,6 +26,12 @@ struct Form {
   bool weighted = false;
 };
 
+// An element of a type.
+Array& scratch(DType type) {
+  static std::map<DType, Array> all;
+  return all.try_emplace(type, type, 1, 0, 0).first->second;
+}
+
 double number_at(const char* data, DType type) {
   int32_t single = 0;
   int64_t wide = 0;
@@ -35,9 +43,8 @@ double number_at(const char* data, DType type) {
       std::memcpy(&wide, data, sizeof wide);
       return static_cast<double>(wide);
     default:
-      Array one(type, 1, 0, 0);
-      std::memcpy(one.pointer(), data, dtype_size(type));
-      return one.get(0);
+      std::memcpy(scratch(type).pointer(), data, dtype_size(type));
+      return scratch(type).get(0);
   }
 }
 
@@ -52,9 +59,8 @@ void set_number(char* data, DType type, double value) {
       std::memcpy(data, &wide, sizeof wide);
       return;
     default:
-      Array one(type, 1, 0, 0);
-      one.set(0, value);
-      std::memcpy(data, one.pointer(), dtype_size(type));
+      scratch(type).set(0, value);
+      std::memcpy(data, scratch(type).pointer(), dtype_size(type));
   }
 }
 
