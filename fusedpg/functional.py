@@ -14,6 +14,8 @@ from fusedpg._types import GroupInfo, Stats
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
+_OPERATORS = torch.ops.fusedpg  # of csrc/c10d/ops.cpp, which a group has loaded
+
 
 def _backend(group: dist.ProcessGroup | None) -> Any:
     """The ProcessGroupFused behind a group."""
@@ -161,10 +163,13 @@ def all_reduce_(
 
         fusedpg.all_reduce_(logits, "max")
     """
-    name = op if isinstance(op, str) else str(getattr(op, "name", op)).lower()
+    if not isinstance(op, str):
+        op = str(getattr(op, "name", op)).lower()
     if group is None:
-        group = dist.distributed_c10d._get_default_group()
-    torch.ops.fusedpg.all_reduce_(tensor, name, group.group_name)
+        group = dist.group.WORLD
+        if group is None:
+            group = dist.distributed_c10d._get_default_group()  # which says what to do
+    _OPERATORS.all_reduce_.default(tensor, op, group.group_name)
 
 
 def sparse_all_reduce(

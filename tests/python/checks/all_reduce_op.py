@@ -90,6 +90,7 @@ def compiled(context: Context) -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         y = x * 2
         fusedpg.all_reduce_(y, "sum", dist.group.WORLD)
+        fusedpg.all_reduce_(y, "max")
         return y + 1
 
     expected = torch.full((64,), 2.0 * context.world_size + 1)
