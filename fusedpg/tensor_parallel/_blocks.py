@@ -173,18 +173,10 @@ def multiplied(
     return result
 
 
-def scatter_sum(by_rank: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """This rank's rows of the sum of all ranks' values."""
-    part, work = begin_scatter_sum(by_rank, group)
-    if work is not None:
-        work.wait()
-    return part
-
-
 def begin_scatter_sum(
     by_rank: torch.Tensor, group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, dist.Work | None]:
-    """The same, begun; without a Work it has ended."""
+    """This rank's rows of the sum of all ranks' values, begun; without a Work it has ended."""
     ranks = dist.get_world_size(group)
     if ranks == 1:
         return by_rank, None
@@ -204,5 +196,4 @@ __all__ = [
     "landed",
     "multiplied",
     "reduce_scatter",
-    "scatter_sum",
 ]

@@ -11,7 +11,7 @@ import functools
 import math
 import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,18 +25,12 @@ from fusedpg.fusion.compiled import Direct
 from fusedpg.fusion.errors import IllegalTransformation
 from fusedpg.fusion.philox import kept
 from fusedpg.tensor_parallel import _programs as programs
-from fusedpg.tensor_parallel._blocks import Blocks, reduce_scatter, scatter_sum
+from fusedpg.tensor_parallel._blocks import Blocks, begin_scatter_sum, reduce_scatter
 
 # Programs that are kept; all go together.
 _KEPT = 512
 _CHUNKS = 4
 _LEAST = 1 << 20  # bytes of a product that is summed in chunks
-
-
-class Work(Protocol):
-    """An operation that has begun."""
-
-    def wait(self) -> object: ...
 
 
 _lock = _fork.lock()
@@ -214,7 +208,9 @@ class Place:
             dist.all_reduce(wide, group=self.group)
             total = wide
         else:
-            total = scatter_sum(blocks.by_rank(wide), self.group)
+            total, work = begin_scatter_sum(blocks.by_rank(wide), self.group)
+            if work is not None:
+                work.wait()
         total = total if total.dtype is product.dtype else total.to(product.dtype)
         return self._rest(total, epilogue)
 
@@ -256,7 +252,7 @@ class Place:
             if any(direct is None for _, direct in programs_of.values()):
                 return None
         result = x.new_empty(x.shape[0] if blocks is None else blocks.part_rows, features)
-        begun: list[Work] = []
+        begun: list[Any] = []
         products = []  # which are read until the end
         for piece in pieces:
             target = result[piece.part]
@@ -271,13 +267,12 @@ class Place:
                 if blocks is not None:
                     sizes |= {"runs": piece.blocks.runs, "spacing": blocks.rows * features}
                 values = epilogue.values(product, piece.part)
-                work: Work = direct.begin(self.backend, values, [target], async_op=True, **sizes)
+                begun.append(direct.begin(self.backend, values, [target], async_op=True, **sizes))
             elif blocks is None:
-                work = dist.all_reduce(target, group=self.group, async_op=True)
+                begun.append(dist.all_reduce(target, group=self.group, async_op=True))
             else:
-                products[-1] = piece.blocks.by_rank(product)
-                work = reduce_scatter(target, products[-1], group=self.group, async_op=True)
-            begun.append(work)
+                product = products[-1] = piece.blocks.by_rank(product)
+                begun.append(reduce_scatter(target, product, group=self.group, async_op=True))
         done = [work.wait() for work in begun]
         if not epilogue.p:
             return self._rest(result, epilogue)

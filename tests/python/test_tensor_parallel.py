@@ -71,6 +71,11 @@ def test_masks() -> None:
     harness.pool(2).run(checks.masks)
 
 
+@pytest.mark.parametrize("world_size", [2, harness.slow(1)])
+def test_without_gradients(world_size: int) -> None:
+    harness.pool(world_size).run(checks.without_gradients)
+
+
 def test_autocast() -> None:
     harness.pool(2).run(checks.autocast)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import parallel as torch_styles
+from torch.distributed.tensor.debug import CommDebugMode
 
 import fusedpg
 from checks.compiled import compiles, done
@@ -312,6 +314,36 @@ def shares_nothing(context: Context, src_data_rank: int | None) -> None:
             assert torch.equal(p.to_local(), value)
             assert bool((value == (context.rank if src_data_rank is None else 0)).all())
             assert p.stride() == (16, 1)[-p.dim() :]
+
+
+def without_gradients(context: Context) -> None:
+    """The calls from `forward` itself have the bits of the general way, which modes still take."""
+    size, rank, half = context.world_size, context.rank, torch.bfloat16
+    types = itertools.product((torch.float32, half), (None, torch.float32, half), (False, True))
+    for seed, (dtype, other, casts) in enumerate(types):
+        linear = nn.Linear(8 * size, 4 * size, other is not None, dtype=dtype)
+        column = tensor_parallel.ColumnParallelLinear.from_linear(linear)
+        row = tensor_parallel.RowParallelLinear.from_linear(linear)
+        x = draw(3, 5, 8 * size, dtype=dtype, seed=seed)
+        part = x.chunk(size, -1)[rank].contiguous()
+        residual = None if other is None else draw(3, 5, 4 * size, dtype=other, seed=9)
+        with torch.autocast("cpu", dtype=half, enabled=casts):
+            wanted = row(part, residual), column(x)
+            with torch.no_grad():
+                results = row(part, residual), column(x)
+                with CommDebugMode() as seen:
+                    watched = row(part, residual), column(x)
+        assert seen.get_total_counts() == 1
+        for want, *others in zip(wanted, results, watched):
+            assert all(torch.equal(want, got) and want.dtype == got.dtype for got in others)
+    with torch.no_grad():
+        for call, word in (
+            (lambda: row(torch.ones(2, 9 * size)), "chunk"),
+            (lambda: row(part, torch.ones(1, 4)), "residual"),
+            (lambda: column(torch.ones(2, 5)), "in_features"),
+        ):
+            with refused(word, ValueError):
+                call()
 
 
 def autocast(context: Context) -> None:

@@ -1,0 +1,233 @@
+"""Time decoding with a Llama of Hugging Face, and single layers: ours, and plain lines.
+
+    python benchmarks/llm.py --check-bars
+    python benchmarks/llm.py --parts decode --width 512 --layers 4 --dtype bfloat16
+
+Three parts; the arms of each run in turn:
+
+    decode  greedy decoding, one token after the other, batch 1; a sample is `--tokens` tokens.
+            "one process": the whole model on rank 0, by one thread, or by as many as there are
+            ranks, while the others sleep. "DTensor on": torch's styles of a plan, on either
+            backend. "layers": the same plan with our styles. "plain lines on": weights cut by
+            hand, and `dist.all_reduce` in a forward hook behind o_proj and down_proj. All arms
+            choose the same tokens, or the benchmark ends before it times anything
+    layers  one layer of width x width, without gradients: ours and the plain lines of the same
+            numbers (`F.linear`, `dist.all_reduce`, `+=`, the norm), bit for bit. "plain lines
+            again" is a second arm of the first kind: what it differs by is noise
+    dispatch  a layer of torch's RowwiseParallel on the backend "fake", which communicates nothing;
+            in it, the functional all_reduce with its wait: the part that a backend's own kernels
+            for `_c10d_functional` could take off; and the clone that they would have to make, too
+
+--world-size is the number of ranks. Every rank has one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import parallel as torch_styles
+
+import _harness as harness
+from _harness import Bar, Context, Row
+
+PLAIN, AGAIN, OURS = "plain lines on fused", "plain lines again", "layers"
+ALONE, ALONE_THREADS = "one process, 1 thread", "one process, a thread a rank"
+TOKENS = (1, 16, 256)
+COLUMNS = [f"self_attn.{x}_proj" for x in "qkv"] + ["mlp.gate_proj", "mlp.up_proj"]
+ROWS = ["self_attn.o_proj", "mlp.down_proj"]
+KINDS = ["column", "row", "row, bias, residual", "row, residual, norm"]
+
+
+def main() -> int:
+    parser = harness.parser(__doc__, backends="fused,gloo", sizes=None, rounds=15)
+    parser.add_argument("--parts", default="layers,decode,dispatch")
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=16)
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    args = parser.parse_args()
+    rows = harness.run(worker, args)
+    token = args.width * getattr(torch, args.dtype).itemsize
+    bars = [Bar(2, "decode", OURS, token, PLAIN, at_most=1.0)]
+    bars += [Bar(2, kind, OURS, token * n, PLAIN, at_most=1.0) for kind in KINDS for n in TOKENS]
+    harness.finish("llm", rows, args, limit=PLAIN, bars=bars)
+    return 0
+
+
+@torch.no_grad()
+def worker(context: Context, args: argparse.Namespace) -> list[Row]:
+    parts: dict[str, Callable[[Context, argparse.Namespace], list[Row]]] = {
+        "layers": layers,
+        "decode": decode,
+        "dispatch": dispatch,
+    }
+    return [row for name in args.parts.split(",") for row in parts[name](context, args)]
+
+
+def part_of(weight: Tensor, dim: int, context: Context) -> nn.Parameter:
+    return nn.Parameter(weight.detach().chunk(context.world_size, dim)[context.rank].clone())
+
+
+class Plain(nn.Module):
+    """What a user would write in a layer's place, with its weight: caches know it alike."""
+
+    def __init__(self, layer: Any, bias: Tensor | None, norm: nn.Module | None) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(layer.weight.to_local()), bias
+        self.norm, self.group = norm, layer.weight.device_mesh.get_group()
+        self.sums = layer.weight.placements[0].is_shard(1)
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
+        y = F.linear(x, self.weight)
+        if self.sums:
+            dist.all_reduce(y, group=self.group)
+        if self.bias is not None:
+            y += self.bias
+        if residual is not None:
+            y += residual
+        return y if self.norm is None else (self.norm(y), y)
+
+
+def layers(context: Context, args: argparse.Namespace) -> list[Row]:
+    from fusedpg import ColumnParallelLinear, RowParallelLinear
+
+    width, dtype, rows = args.width, getattr(torch, args.dtype), []
+    given: dict[str, Any] = {"group": context.groups["fused"]}
+    for count in TOKENS:
+        for kind in KINDS:
+            torch.manual_seed(0)
+            linear = nn.Linear(width, width, "bias" in kind, dtype=dtype)
+            norm = nn.RMSNorm(width, dtype=dtype) if "norm" in kind else None
+            inputs = [torch.randn(1, count, width, dtype=dtype)]
+            inputs += [torch.randn_like(inputs[0])] if "residual" in kind else []
+            if kind == "column":
+                ours: nn.Module = ColumnParallelLinear.from_linear(linear, **given)
+            else:
+                ours = RowParallelLinear.from_linear(linear, norm=norm, **given)
+                inputs[0] = inputs[0].chunk(context.world_size, -1)[context.rank].contiguous()
+            plain = Plain(ours, linear.bias, norm)
+            for mine, theirs in zip(ours(*inputs), plain(*inputs), strict=True):
+                harness.require(torch.equal(mine, theirs), f"{kind}, {count} tokens: other numbers")
+            arms: dict[str, Callable[[], object]] = {
+                PLAIN: partial(plain, *inputs),
+                AGAIN: partial(plain, *inputs),
+                OURS: partial(ours, *inputs),
+            }
+            size = count * width * dtype.itemsize
+            rows += harness.measure(context, arms, case=kind, size=size, rounds=4 * args.rounds)
+    return rows
+
+
+def dispatch(context: Context, args: argparse.Namespace) -> list[Row]:
+    # Its backend is registered where it is imported.
+    import torch.testing._internal.distributed.fake_pg
+
+    fake = dist.new_group(backend="fake")
+    linear = nn.Linear(64, 64, bias=False)
+    mesh = DeviceMesh.from_group(fake, "cpu")
+    layer = torch_styles.parallelize_module(linear, mesh, torch_styles.RowwiseParallel())
+    x, product = torch.randn(1, 1, 64 // context.world_size), torch.randn(1024)
+    operations = torch.ops._c10d_functional
+
+    def functional() -> Tensor:
+        begun = operations.all_reduce.default(product, "sum", fake.group_name)
+        ended: Tensor = operations.wait_tensor.default(begun)
+        return ended
+
+    arms: dict[str, Callable[[], object]] = {
+        "RowwiseParallel": lambda: layer(x) + 0,
+        "functional all_reduce": functional,
+        "clone": product.clone,
+    }
+    return harness.measure(context, arms, case="dispatch", size=4096, rounds=4 * args.rounds)
+
+
+def llama(args: argparse.Namespace) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)  # alike on all ranks
+    config = LlamaConfig(
+        vocab_size=1000,
+        hidden_size=args.width,
+        intermediate_size=args.width * 11 // 4,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.width // 64,
+        num_key_value_heads=4,
+        dtype=getattr(torch, args.dtype),
+    )
+    return LlamaForCausalLM(config).to(getattr(torch, args.dtype)).eval()
+
+
+def spread(model: Any, styles: Any, group: dist.ProcessGroup) -> Any:
+    plan = {f"model.layers.*.{name}": styles.ColwiseParallel() for name in COLUMNS}
+    plan |= {f"model.layers.*.{name}": styles.RowwiseParallel() for name in ROWS}
+    return torch_styles.parallelize_module(model, DeviceMesh.from_group(group, "cpu"), plan)
+
+
+def by_hand(model: Any, group: dist.ProcessGroup, context: Context) -> Any:
+    for layer in model.model.layers:
+        for dim, names in ((0, COLUMNS), (1, ROWS)):
+            for name in names:
+                linear = layer.get_submodule(name)
+                linear.weight = part_of(linear.weight, dim, context)
+                if dim:
+                    linear.register_forward_hook(
+                        lambda *args: dist.all_reduce(args[2], group=group)
+                    )
+    return model
+
+
+def decode(context: Context, args: argparse.Namespace) -> list[Row]:
+    from fusedpg import tensor_parallel
+
+    fused, gloo = (context.groups[name] for name in ("fused", "gloo"))
+    models = {
+        OURS: spread(llama(args), tensor_parallel, fused),
+        PLAIN: by_hand(llama(args), fused, context),
+        "plain lines on gloo": by_hand(llama(args), gloo, context),
+        "DTensor on fused": spread(llama(args), torch_styles, fused),
+        "DTensor on gloo": spread(llama(args), torch_styles, gloo),
+    }
+    whole = llama(args)
+    prompt, count = torch.arange(1, 9)[None], args.tokens
+
+    def generate(model: Any) -> Tensor:
+        tokens: Tensor = model.generate(
+            prompt, max_new_tokens=count, min_new_tokens=count, do_sample=False
+        )
+        return tokens
+
+    want = generate(whole)
+    for name, model in models.items():
+        harness.require(torch.equal(generate(model), want), f"{name}: other tokens than the whole")
+
+    def alone(threads: int) -> None:
+        if context.rank == 0:
+            torch.set_num_threads(threads)
+            generate(whole)
+            torch.set_num_threads(1)
+
+    arms: dict[str, Callable[[], object]] = {
+        name: partial(generate, model) for name, model in models.items()
+    }
+    arms[ALONE] = partial(alone, 1)
+    arms[ALONE_THREADS] = partial(alone, context.world_size)
+    size = args.width * getattr(torch, args.dtype).itemsize
+    rows = harness.measure(context, arms, case="decode", size=size, rounds=args.rounds)
+    if context.rank == 0:
+        for row in rows:
+            print(f"{row.arm}: {1e3 * row.median / count:.1f} ms a token")
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())
