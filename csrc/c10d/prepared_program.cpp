@@ -114,8 +114,9 @@ class PreparedProgram {
     }
     TORCH_CHECK_VALUE(
         fits,
-        "fused: a prepared program got tensors of other types or sizes than "
-        "those that it was made for: a fault of fusedpg, please report it");
+        "fused: a prepared program got tensors whose types or sizes differ "
+        "from those it was made for: this is a bug of fusedpg, please report "
+        "it");
   }
 
   c10::intrusive_ptr<ProcessGroupFused> group_;
