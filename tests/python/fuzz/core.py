@@ -13,7 +13,9 @@ A subject is a module with
   draws. ``workers(where)`` where a subject needs pools of its own; ``check(program)`` where its
   parent does more than wait.
 
-Both traces may be generators: the oracle says what comes next when the rank has got there.
+Both traces may be generators: the oracle says what comes next when the rank has got there. A run
+whose oracle takes each step beside it yields Pairs, and there is no ``oracle``. Where the next step
+depends on what the steps before have made, a program is a Tape of choices.
 
 A program may have a Fault, which its ``run`` lets happen (`harm`) before each of its steps. Of one
 that is fatal all ranks have to hear in time, and what has come until then is right; after any
@@ -317,14 +319,14 @@ def each(
 # --- running --------------------------------------------------------------------------------------
 
 
-def workers(where: str, **options: Any) -> harness.Workers:
+def workers(where: str) -> harness.Workers:
     """So many ranks, ranks that take each other for those of several hosts, or Gloo's."""
     where = where.removesuffix(", faults")
     if where in harness.HOSTS:
         return harness.pool_of_hosts(where)
     if where == "gloo":
         return harness.pool(3, backend="gloo")
-    return harness.pool(int(where), **options)
+    return harness.pool(int(where))
 
 
 def world_of(where: str) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fuzz import core
-from fuzz.programs import KINDS
+from fuzz.programs import KINDS, Program, draw
 
 pytestmark = [pytest.mark.fused_only, pytest.mark.timeout(600)]
 
@@ -49,3 +49,16 @@ def test_a_flipped_bit_is_noticed(kind: str) -> None:
     )
     with pytest.raises(core.Wrong, match=f"#{step.number} "):
         core.check("collectives", "2", program, step.number)
+
+
+def test_what_fails_is_made_small() -> None:
+    seen: list[Program] = []
+
+    def body(program: Program) -> None:
+        seen.append(program)
+        assert not any(step.kind == "barrier" for lane in program.lanes for step in lane)
+
+    with pytest.raises(AssertionError):
+        core.each(lambda choose: draw(choose, "2", most=4), 0, 30, body, shrink=True)
+    [lane] = seen[-1].lanes
+    assert [step.kind for step in lane].count("barrier") == 1
