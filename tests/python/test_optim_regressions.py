@@ -229,7 +229,7 @@ DDP: dict[str, dict[str, bool]] = {
 }
 
 
-@pytest.mark.parametrize("again, by_name", itertools.product((False, True), repeat=2))
+@pytest.mark.parametrize("again, by_name", list(itertools.product((False, True), repeat=2)))
 @pytest.mark.parametrize("options", DDP)
 @pytest.mark.parametrize("overlap", [False, True])
 @on_ranks(2)
