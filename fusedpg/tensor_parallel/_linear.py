@@ -24,7 +24,7 @@ from fusedpg.tensor_parallel._sequence import Columns, Rows, columns, normed, su
 
 _Linear = TypeVar("_Linear", bound="ParallelLinear")
 
-_ELSEWHERE: Any = torch.empty(0)  # a bias that a parametrization has in another place
+_ELSEWHERE = object()  # a bias that a parametrization has in another place
 _OPTIONS = dist.AllreduceOptions()
 _OPTIONS.asyncOp = False
 
@@ -360,7 +360,7 @@ class RowParallelLinear(ParallelLinear):
             and type(input) is torch.Tensor
             and type(weight) is DTensor
             and (bias is None or (type(bias) is DTensor and bias.dtype is weight.dtype))
-            and (residual is None or type(residual) is torch.Tensor)
+            and (residual is None or (type(residual) is torch.Tensor and residual.is_cpu))
             and self.sequence_dim is None
             and not (self.dropout and self.training)
             and not torch.is_grad_enabled()
