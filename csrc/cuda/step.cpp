@@ -15,7 +15,7 @@
 namespace fusedpg::cuda {
 
 StepConfig Run::step_config() const {
-  bool in_arena = e_.direct_ != nullptr;
+  bool in_arena = e_.peers_.has_value();
   for (size_t t = 0; t < n_ && in_arena; ++t) {
     const TensorInfo& info = task_.tensors[t];
     const auto inside = [&](const void* p, DType type) {
@@ -31,7 +31,7 @@ StepConfig Run::step_config() const {
       task_.grad_type,
       task_.param_type,
       in_arena,
-      e_.direct_ != nullptr,
+      e_.peers_.has_value(),
       e_.ring_,
       task_.program != nullptr,
       e_.size_,
@@ -158,7 +158,7 @@ void Run::fill_slot() {
   }
   *host<double>(weight_) = task_.reduction.weight.value_or(1.0);
   if (path_ == GpuPath::kDirect) {
-    const auto* arena = static_cast<const char*>(e_.arena_);
+    const auto* arena = static_cast<const char*>(e_.arena());
     for (size_t t = 0; t < n_; ++t) {
       const TensorInfo& info = task_.tensors[t];
       uint64_t* pair = host<uint64_t>(offsets_) + 2 * t;
@@ -195,14 +195,18 @@ void Run::agree() {
     }
     return;
   }
-  order(compute_, e_.events_.proposed, wire_);
-  e_.carrier_->maximum(propose.agree, kAgreeBytes, wire_);
+  const bool direct = path_ == GpuPath::kDirect;
   OpDescriptor kind = facts;
   kind.value_hash = 0;
   const bool unknown = !operation_->captured_ &&
-      (e_.known_.count(hash_of(kind)) == 0 || e_.carrier_->waits_on_host());
-  if (unknown || weighted_ || path_ == GpuPath::kDirect) {
-    report_mismatch();
+      (e_.known_.count(hash_of(kind)) == 0 ||
+       (e_.carrier_->waits_on_host() && !direct));
+  if (!direct || unknown) {
+    order(compute_, e_.events_.proposed, wire_);
+    e_.carrier_->maximum(propose.agree, kAgreeBytes, wire_);
+    if (unknown || weighted_) {
+      report_mismatch();
+    }
   }
   if (unknown) {
     const Event agreed = e_.events_.agreed.get();
@@ -210,11 +214,12 @@ void Run::agree() {
     e_.await_agreement(*operation_, agreed);
     e_.known_.insert(hash_of(kind));
   }
+  if (direct) {
+    exchange();
+    return;
+  }
   if (weighted_) {
     gather(weight_, weights_, sizeof(double));
-  }
-  if (path_ == GpuPath::kDirect) {
-    gather(offsets_, all_offsets_, 2 * n_ * sizeof(uint64_t));
   }
   check("cudaEventRecord", cuda_.event_record(e_.events_.agreed.get(), wire_));
 }
@@ -237,7 +242,7 @@ void Run::prepare() {
     return;
   }
   prepared_ = true;
-  if (!alone()) {
+  if (!alone() && path_ != GpuPath::kDirect) {
     check(
         "cudaStreamWaitEvent",
         cuda_.stream_wait_event(compute_, e_.events_.agreed.get()));
@@ -351,11 +356,10 @@ void Run::reduce_scatter(size_t t) {
       wire_);
 }
 
-UpdateArgs Run::update_args(size_t t, bool reduced_here) const {
+UpdateArgs Run::step_args() const {
   const StepCall& step = *task_.step;
   const StepHyper& h = step.hypers[0];
   UpdateArgs u{};
-  u.chunk = chunk(t);
   u.formula = formula(task_.op);
   u.param_type = step.param_type;
   u.grad_type = step.grad_type;
@@ -366,6 +370,12 @@ UpdateArgs Run::update_args(size_t t, bool reduced_here) const {
   u.momentum = h.momentum != 0;
   u.nesterov = h.nesterov;
   u.scalars = device<TensorScalars>(scalars_);
+  return u;
+}
+
+UpdateArgs Run::update_args(size_t t, bool reduced_here) const {
+  UpdateArgs u = step_args();
+  u.chunk = chunk(t);
   u.folds = reduced_here && folds_;
   u.grads = reduced_here ? reduced(t) : nullptr;
   u.weights = weighted_ ? device<double>(weights_) : nullptr;
