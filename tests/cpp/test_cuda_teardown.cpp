@@ -254,6 +254,9 @@ TEST(cuda_teardown_direct_step_without_a_peer) {
       training.check();
       training.load();
       training.timeout = milliseconds(300);
+      r.sync();
+      const GpuBuffer& param = training.param(0);
+      const Bytes before(param.data(), param.data() + param.bytes());
       r.meet("first step");
       if (rank == 1) {
         hooks().stall(1, nth, 2000);
@@ -264,6 +267,7 @@ TEST(cuda_teardown_direct_step_without_a_peer) {
       if (rank == 0) {
         r.sync();
         CHECK(seconds_since(begin) < 1.5);
+        CHECK(nth == 2 || param.holds(before));
         expect_error(
             ErrorKind::kTimeout, {"did not finish within 300 ms"}, [&] {
               training.step();
