@@ -91,7 +91,7 @@ STEPS: Sequence[Step] = (
         "configure",
         "the build's configuration, without a network",
         CONFIGURE,
-        "finds torch, nvcc and NCCL's headers",
+        "finds torch and nvcc",
         "nothing below means anything",
         ("gpu",),
         build=True,

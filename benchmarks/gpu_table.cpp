@@ -148,74 +148,35 @@ T* at(const DeviceMemory& memory) {
   return static_cast<T*>(memory.get());
 }
 
-// Windows of NCCL without NCCL, for ranks of one process on one GPU: what the
-// kernels of the direct path read of a window is made by hand. Memory of rank r
-// lies at `base` + r * `stride`, whoever has mapped it there.
-class MappedWindow {
+// The memory of ranks that are one process on one GPU: that of rank r lies at
+// `base` + r * `stride`, whoever has mapped it there. Behind the first
+// `arena_bytes` of each is what the kernels of the direct path need, of zeros.
+class MappedArenas {
  public:
-  MappedWindow(
+  MappedArenas(
       const CudaApi& api,
-      const Tensor& on_device,
       uint64_t base,
       uint64_t stride,
       int size,
       uint64_t arena_bytes)
-      : api_(api),
-        base_(base),
-        stride_(stride),
-        arena_bytes_(arena_bytes),
-        comm_{size} {
-    if (api.direct_create == nullptr ||
-        api.direct_nccl_version / 100 != kLayoutOf ||
-        stride % kStrideUnit != 0) {
-      throw py::value_error(
-          "needs kernels that were built with the headers of NCCL 2.28, and a "
-          "stride of whole 4 GiB");
-    }
-    const Launcher launcher(api, on_device);
-    OnDevice window{};
-    window.base = base;
-    window.stride = static_cast<uint32_t>(stride / kStrideUnit);
-    window_ = launcher.upload(std::vector<OnDevice>{window});
-    stop_ = allocate_host(api, sizeof(uint64_t));
+      : stop_(allocate_host(api, sizeof(uint64_t))) {
     *static_cast<uint64_t*>(stop_.get()) = 0;
+    peers_.size = size;
     for (int rank = 0; rank < size; ++rank) {
-      DirectCreateArgs args{};
-      args.comm = &comm_;
-      args.window = window_.get();
-      args.arena = memory(rank);
-      args.nccl_version = api.direct_nccl_version;
-      args.size = size;
-      args.dev_comm_create = reinterpret_cast<void*>(&no_dev_comm);
-      args.dev_comm_destroy = reinterpret_cast<void*>(&no_dev_comm_end);
-      args.team_lsa = reinterpret_cast<void*>(&team_of);
-      void* context = nullptr;
-      int usable = 0;
-      check(api, "direct_create", api.direct_create(&args, &context, &usable));
-      if (usable == 0) {
-        throw py::value_error("the kernels refuse the window");
-      }
-      contexts_.push_back(context);
+      peers_.arenas[rank] =
+          reinterpret_cast<char*>(base + static_cast<uint64_t>(rank) * stride);
     }
+    peers_.room = arena_bytes;
+    peers_.stop = static_cast<const uint64_t*>(stop_.get());
+    peers_.nanoseconds = 60'000'000'000;
+    peers_.late = static_cast<uint64_t*>(stop_.get()); // which ends the others
+    peers_.sequence = 1;
   }
-  ~MappedWindow() {
-    for (void* context : contexts_) {
-      api_.direct_destroy(context, nullptr);
-    }
-  }
-  MappedWindow(const MappedWindow&) = delete;
 
-  // Behind the tensors of each rank.
-  static constexpr uint64_t kBehind = kDirectBlocks * sizeof(DirectSignals);
-
-  void complete(DirectArgs& args, int rank) const {
-    args.signals =
-        reinterpret_cast<DirectSignals*>(memory(rank) + arena_bytes_);
-    args.stop = static_cast<const uint64_t*>(stop_.get());
-    args.nanoseconds = 60'000'000'000;
-    args.late = static_cast<uint64_t*>(stop_.get()); // which ends the others
-    args.sequence = 1;
-    args.context = contexts_.at(static_cast<size_t>(rank));
+  PeerAccess of(int rank) const {
+    PeerAccess peers = peers_;
+    peers.rank = rank;
+    return peers;
   }
 
   // Ends kernels that wait for a peer.
@@ -224,43 +185,8 @@ class MappedWindow {
   }
 
  private:
-  // ncclWindow_vidmem of NCCL 2.28 as far as pointers to peers need it.
-  static constexpr int kLayoutOf = 228;
-  static constexpr uint64_t kStrideUnit = uint64_t{1} << 32;
-  struct OnDevice {
-    uint64_t host;
-    uint64_t base;
-    int32_t ranks[2];
-    uint32_t stride;
-    uint32_t rest[121];
-  };
-  struct Team {
-    int ranks, rank, stride;
-  };
-  struct Comm {
-    int size;
-  };
-  static Team team_of(const Comm* comm) {
-    return {comm->size, 0, 1};
-  }
-  static int no_dev_comm(void*, const void*, void*) {
-    return 0; // it stays zero: without multicast
-  }
-  static int no_dev_comm_end(void*, const void*) {
-    return 0;
-  }
-
-  char* memory(int rank) const {
-    return reinterpret_cast<char*>(
-        base_ + static_cast<uint64_t>(rank) * stride_);
-  }
-
-  const CudaApi& api_;
-  const uint64_t base_, stride_, arena_bytes_;
-  Comm comm_;
-  DeviceMemory window_;
   HostMemory stop_;
-  std::vector<void*> contexts_;
+  PeerAccess peers_{};
 };
 
 // What a launch knows of some tensors: one chunk that holds all of this rank's
@@ -398,17 +324,36 @@ class Slices {
     launcher_.launch("update", &CudaApi::update, args);
   }
 
+  // What all ranks tell each other before a step.
+  void exchange(
+      const MappedArenas& arenas,
+      const Tensor& agree,
+      const Tensor& weight,
+      const Tensor& offsets,
+      const Tensor& weights,
+      const Tensor& all_offsets) const {
+    ExchangeArgs args{};
+    args.peers = arenas.of(chunk_.rank);
+    args.agree = address<uint8_t>(agree);
+    args.weight = address<double>(weight);
+    args.offsets = address<uint64_t>(offsets);
+    args.weights = address<double>(weights);
+    args.all_offsets = address<uint64_t>(all_offsets);
+    args.num_tensors = num_tensors_;
+    launcher_.launch("exchange", &CudaApi::exchange, args);
+  }
+
   // The whole step of this rank; `offsets` are of gradients and parameters in
   // all ranks' memory, by rank.
   void direct_step(
       const std::string& formula,
-      const MappedWindow& window,
+      const MappedArenas& arenas,
       const Tensor& offsets) const {
     DirectArgs args{};
     args.update = update_args(formula_of(formula), py::none(), py::none());
+    args.peers = arenas.of(chunk_.rank);
     args.offsets = address<uint64_t>(offsets);
     args.num_tensors = num_tensors_;
-    window.complete(args, chunk_.rank);
     launcher_.launch("direct_step", &CudaApi::direct_step, args);
   }
 
@@ -506,18 +451,10 @@ PYBIND11_MODULE(fusedpg_gpu_table, m) {
       .def_readonly("runtime_version", &CudaApi::runtime_version);
   m.def("load_api", &load_cuda_api, py::return_value_policy::reference);
 
-  py::class_<MappedWindow>(m, "MappedWindow")
-      .def(
-          py::init<
-              const CudaApi&,
-              const Tensor&,
-              uint64_t,
-              uint64_t,
-              int,
-              uint64_t>())
-      .def_property_readonly_static(
-          "BEHIND", [](const py::object&) { return MappedWindow::kBehind; })
-      .def("stop", &MappedWindow::stop);
+  py::class_<MappedArenas>(m, "MappedArenas")
+      .def(py::init<const CudaApi&, uint64_t, uint64_t, int, uint64_t>())
+      .def("stop", &MappedArenas::stop);
+  m.attr("DIRECT_ROOM") = sizeof(DirectRoom);
   m.attr("DIRECT_BLOCKS") = kDirectBlocks;
   m.attr("SIGNAL_BYTES") = sizeof(DirectSignals);
 
@@ -584,10 +521,19 @@ PYBIND11_MODULE(fusedpg_gpu_table, m) {
           py::kw_only(),
           arg("folds") = false)
       .def(
+          "exchange",
+          &Slices::exchange,
+          arg("arenas"),
+          arg("agree"),
+          arg("weight"),
+          arg("offsets"),
+          arg("weights"),
+          arg("all_offsets"))
+      .def(
           "direct_step",
           &Slices::direct_step,
           arg("formula"),
-          arg("window"),
+          arg("arenas"),
           arg("offsets"))
       .def("lamb", &Slices::lamb, arg("grads"), arg("out") = none);
 }

@@ -6,9 +6,6 @@ set(FUSEDPG_CUDA AUTO CACHE STRING
     "Build the CUDA kernels: AUTO (for a torch with CUDA, if nvcc works), ON, OFF")
 set(FUSEDPG_CUDA_ARCHITECTURES "" CACHE STRING
     "As CMAKE_CUDA_ARCHITECTURES; empty: what the toolkit knows of 80, 90, 100")
-set(FUSEDPG_NCCL_INCLUDE "" CACHE PATH
-    "Folder of nccl.h and nccl_device.h (2.28 or later) for the direct path; \
-empty: of the building Python's NCCL wheel")
 
 set(cuda_library "${FUSEDPG_MODULE_DIR}/libfusedpg_cuda.so")
 
@@ -104,44 +101,9 @@ function(fusedpg_cuda_code version)
   set(cuda_code "${code}" PARENT_SCOPE)
 endfunction()
 
-# Sets nccl_include and nccl_version, or nccl_why_not.
-function(fusedpg_find_nccl)
-  set(include "${FUSEDPG_NCCL_INCLUDE}")
-  set(why_not)
-  if(NOT include)
-    execute_process(
-      COMMAND
-        "${FUSEDPG_PYTHON}" -c
-        "import importlib.util as u; print(*u.find_spec('nvidia.nccl').submodule_search_locations)"
-      OUTPUT_VARIABLE package
-      ERROR_QUIET
-      OUTPUT_STRIP_TRAILING_WHITESPACE)
-    set(include "${package}/include")
-  endif()
-  set(version 0)
-  if(EXISTS "${include}/nccl.h")
-    file(STRINGS "${include}/nccl.h" line REGEX "define +NCCL_VERSION_CODE +[0-9]+")
-    string(REGEX MATCH "[0-9]+$" version "${line}")
-  endif()
-  if(NOT EXISTS "${include}/nccl_device.h" OR version LESS 22800)
-    set(why_not "no headers of NCCL >= 2.28 (FUSEDPG_NCCL_INCLUDE)")
-  endif()
-  set(nccl_why_not "${why_not}" PARENT_SCOPE)
-  set(nccl_include "${include}" PARENT_SCOPE)
-  set(nccl_version "${version}" PARENT_SCOPE)
-endfunction()
-
 function(fusedpg_add_cuda)
   fusedpg_cuda_code("${cuda_version}")
-  fusedpg_find_nccl()
-  set(sources api moves program scalars updates_float updates_double)
-  set(direct "without the direct path: ${nccl_why_not}")
-  if(NOT nccl_why_not)
-    list(APPEND sources direct)
-    list(APPEND cuda_flags "-DFUSEDPG_NCCL_DEVICE=${nccl_version}" -isystem
-         "${nccl_include}")
-    set(direct "with the direct path of NCCL ${nccl_version}")
-  endif()
+  set(sources api direct moves program scalars updates_float updates_double)
   set(objects)
   foreach(name IN LISTS sources)
     set(source "${CMAKE_CURRENT_SOURCE_DIR}/csrc/cuda/kernels/${name}.cu")
@@ -170,7 +132,7 @@ function(fusedpg_add_cuda)
     VERBATIM)
   add_custom_target(fusedpg_cuda ALL DEPENDS "${cuda_library}")
   list(JOIN cuda_architectures " " architectures)
-  message(STATUS "CUDA kernels: nvcc ${cuda_version} for ${architectures}, ${direct}")
+  message(STATUS "CUDA kernels: nvcc ${cuda_version} for ${architectures}")
 endfunction()
 
 set(cuda_why_not)

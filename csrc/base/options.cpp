@@ -204,7 +204,6 @@ Settings resolve(const Options& options) {
       bytes_of(options.cuda_chunk_bytes, "FUSEDPG_CUDA_CHUNK_BYTES", 0);
   s.cuda_arena_bytes =
       bytes_of(options.cuda_arena_bytes, "FUSEDPG_CUDA_ARENA_BYTES", 0);
-  s.cuda_multimem = env_integer("FUSEDPG_CUDA_MULTIMEM").value_or(0) != 0;
   s.nccl = choice_of<NcclChoice>(
       options.nccl,
       "nccl",

@@ -91,10 +91,6 @@ struct Settings {
   int local_world_size;
   size_t cuda_chunk_bytes;
   size_t cuda_arena_bytes;
-  // Multicast stores on the direct path (NVSwitch). NCCL 2.28 breaks the
-  // communicator where the machine has none, so nobody may try.
-  // FUSEDPG_CUDA_MULTIMEM.
-  bool cuda_multimem;
   NcclChoice nccl;
   bool wide_half_sums; // half_sums="fp32"
   // libfusedpg_cuda.so; empty: beside the engine. FUSEDPG_CUDA_LIB.

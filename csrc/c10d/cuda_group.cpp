@@ -109,6 +109,7 @@ class CudaGroup::Arena {
 };
 
 CudaGroup::CudaGroup(
+    std::string name,
     c10::intrusive_ptr<c10d::Store> store,
     int rank,
     int size,
@@ -117,7 +118,8 @@ CudaGroup::CudaGroup(
     CudaEngine::CheckPeers check_peers,
     MakeDelegate make_delegate,
     bool pretend)
-    : store_(std::move(store)),
+    : name_(std::move(name)),
+      store_(std::move(store)),
       rank_(rank),
       size_(size),
       settings_(settings),
@@ -130,6 +132,9 @@ CudaGroup::~CudaGroup() {
   // A Work may keep the engine for longer than the group lives.
   if (engine_) {
     engine_->close();
+    if (engine_->has_unseen_graphs()) {
+      CudaEngine::leak(engine_); // they may be launched at any time
+    }
   }
 }
 
@@ -198,10 +203,13 @@ std::shared_ptr<CudaEngine> CudaGroup::engine_for(
         "fused: the first fused operation of a group makes its communicator "
         "and buffers, which a graph cannot hold; call one before the capture");
   }
-  // Keys of its own for each attempt.
+  // Keys of its own for each attempt. torch's rendezvous of symmetric memory
+  // holds the group's client while it waits.
+  const auto client =
+      settings_.cuda_arena_bytes == 0 ? store_ : own_client(store_);
   const auto store =
       std::make_shared<StoreRendezvous>(c10::make_intrusive<c10d::PrefixStore>(
-          formatted("fusedpg-engine/{}", attempts_), store_));
+          formatted("fusedpg-engine/{}", attempts_), client));
   const auto made = translate([&] {
     try {
       check_not_ending();
@@ -226,7 +234,7 @@ std::shared_ptr<CudaEngine> CudaGroup::engine_for(
           Deadline(timeout),
           size_ == 1 ? nullptr
                      : std::make_unique<DelegateCarrier>(
-                           delegate_locked(), streams, cuda),
+                           delegate_locked(), streams, cuda, name_),
           allocator(streams));
     } catch (const std::exception& error) {
       if (dynamic_cast<const cuda::CallLeftBehind*>(&error) != nullptr) {
@@ -256,7 +264,7 @@ std::shared_ptr<CudaEngine> CudaGroup::engine_for(
                                       : "stock path",
         made->arena() != nullptr ? ", direct path over " : "",
         made->arena() != nullptr
-            ? formatted("{} MiB of windows", made->arena_bytes() >> 20)
+            ? formatted("{} MiB of symmetric memory", made->arena_bytes() >> 20)
             : std::string()));
   }
   if (made->arena() != nullptr) {

@@ -31,6 +31,7 @@ class CudaGroup {
 
   // `pretend`: CPU tensors are device memory (tests, with a fake CUDA).
   CudaGroup(
+      std::string name, // that torch knows it by
       c10::intrusive_ptr<c10d::Store> store,
       int rank,
       int size,
@@ -127,6 +128,7 @@ class CudaGroup {
       const Enqueue& body,
       std::function<void()> after_wait);
 
+  const std::string name_;
   const c10::intrusive_ptr<c10d::Store> store_;
   const int rank_;
   const int size_;

@@ -3,6 +3,7 @@
 #include <c10/core/DeviceGuard.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "c10d/delegate.hpp"
 #include "c10d/errors.hpp"
 #include "cuda/device.hpp"
 
@@ -43,10 +44,12 @@ at::ScalarType scalar_type(DType type) {
 DelegateCarrier::DelegateCarrier(
     c10::intrusive_ptr<c10d::Backend> delegate,
     const CudaStreams& streams,
-    const cuda::CudaApi& cuda)
+    const cuda::CudaApi& cuda,
+    std::string group_name)
     : delegate_(std::move(delegate)),
       streams_(streams),
       cuda_(cuda),
+      group_name_(std::move(group_name)),
       size_(static_cast<size_t>(delegate_->getSize())) {
   // Before other ranks wait for this one: there may be no memory.
   const cuda::RelaxedCapture relaxed(cuda_);
@@ -77,7 +80,6 @@ void DelegateCarrier::guarded(
   } catch (const Error&) {
     throw;
   } catch (const std::exception& error) {
-    lost_ = true; // torch ends it where a wait() is late, too
     watch_(); // what the engine knows of the cause says more
     fail(
         ErrorKind::kSystem,
@@ -214,6 +216,33 @@ void DelegateCarrier::all_to_all(
       });
 }
 
+std::shared_ptr<void> DelegateCarrier::symmetric_memory(size_t bytes) {
+  const auto block =
+      SymmetricBlock::allocate(streams_.device(), bytes, group_name_);
+  symmetric_ = block;
+  return block == nullptr ? nullptr
+                          : std::shared_ptr<void>(block, block->data());
+}
+
+// torch waits there for ranks that have died, without a deadline of ours.
+cuda::Carrier::Peers DelegateCarrier::peers(
+    const std::shared_ptr<void>& /* memory */) {
+  return cuda::call_watched<Peers>(
+      [block = symmetric_.lock(), streams = streams_, &cuda = cuda_] {
+        cuda::check(cuda, "cudaSetDevice", cuda.set_device(streams.index()));
+        try {
+          return block->meet();
+        } catch (const std::exception& error) {
+          log_once(formatted(
+              "torch's symmetric memory cannot be shared: {}",
+              one_line(error)));
+          return Peers();
+        }
+      },
+      kDelegatePause,
+      watch_);
+}
+
 // ProcessGroupNCCL's C++ header needs CUDA's: Python knows the method, which
 // gives that of torch's current device, or null.
 cuda::NcclComm DelegateCarrier::nccl_comm() {
@@ -228,15 +257,6 @@ cuda::NcclComm DelegateCarrier::nccl_comm() {
     }
   });
   return comm;
-}
-
-// torch's watchdog may end it, and says so first.
-bool DelegateCarrier::lost_nccl_comm() const {
-  try {
-    return lost_ || delegate_->getError() != c10d::ErrorType::SUCCESS;
-  } catch (const std::exception&) {
-    return false; // Gloo knows no errors
-  }
 }
 
 } // namespace fusedpg

@@ -1,24 +1,26 @@
 #pragma once
 
-#include <atomic>
 #include <optional>
 
 #include <ATen/ATen.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "c10d/cuda_streams.hpp"
+#include "c10d/symm_mem.hpp"
 #include "cuda/carrier.hpp"
 
 namespace fusedpg {
 
 // Moves the engine's data by the delegate, torch's ProcessGroupNCCL: by its
-// communicator, under its watchdog.
+// communicator, under its watchdog. Ranks reach each other's memory by torch's
+// symmetric memory, of the group of that name.
 class DelegateCarrier final : public cuda::Carrier {
  public:
   DelegateCarrier(
       c10::intrusive_ptr<c10d::Backend> delegate,
       const CudaStreams& streams,
-      const cuda::CudaApi& cuda);
+      const cuda::CudaApi& cuda,
+      std::string group_name);
 
   void connect() override;
   void reduce_scatter(
@@ -32,8 +34,9 @@ class DelegateCarrier final : public cuda::Carrier {
       override;
   void all_to_all(const void* from, void* to, size_t bytes, cuda::Stream stream)
       override;
+  std::shared_ptr<void> symmetric_memory(size_t bytes) override;
+  Peers peers(const std::shared_ptr<void>& memory) override;
   cuda::NcclComm nccl_comm() override;
-  bool lost_nccl_comm() const override;
   std::shared_ptr<void> keep() const override {
     return std::make_shared<c10::intrusive_ptr<c10d::Backend>>(delegate_);
   }
@@ -60,10 +63,11 @@ class DelegateCarrier final : public cuda::Carrier {
   const c10::intrusive_ptr<c10d::Backend> delegate_;
   const CudaStreams streams_;
   const cuda::CudaApi& cuda_;
+  const std::string group_name_;
   const size_t size_;
   std::optional<c10::Stream> first_stream_; // for connect()
   at::Tensor first_byte_;
-  std::atomic<bool> lost_{false}; // the delegate has thrown
+  std::weak_ptr<SymmetricBlock> symmetric_; // the latest
 };
 
 } // namespace fusedpg

@@ -125,6 +125,7 @@ ProcessGroupFused::ProcessGroupFused(
   }
   cuda_ = c10::make_intrusive<CudaRoute>(
       *group_,
+      options_->group_name,
       cpu_->spans_hosts(),
       [this](const std::string& what) { cpu_->check_peers(what); },
       [this](const auto& its_store) {

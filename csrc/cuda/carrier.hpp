@@ -7,6 +7,7 @@
 #include <future>
 #include <memory>
 #include <thread>
+#include <vector>
 
 #include "base/call.hpp"
 #include "base/error.hpp"
@@ -91,13 +92,26 @@ class Carrier {
       size_t bytes,
       Stream stream) = 0;
 
+  // Where this rank's GPU sees memory of all ranks.
+  struct Peers {
+    std::vector<char*> arenas; // by rank; null: it does not reach that one
+    // What stores by multicast begin at, to all of them; null: there is none.
+    char* multicast = nullptr;
+  };
+  // `bytes` of this rank's memory, for peers(); null: the carrier has no such
+  // memory. Throws Error(kOutOfMemory).
+  virtual std::shared_ptr<void> symmetric_memory(size_t /* bytes */) {
+    return nullptr;
+  }
+  // Collective, for as many bytes on all ranks. Calls the watch, and throws, as
+  // connect() does. Kernels may use what it gives while `memory` lives.
+  virtual Peers peers(const std::shared_ptr<void>& /* memory */) {
+    return {};
+  }
+
   // Its communicator on the current device, once a collective has connected it,
   // for what NCCL alone can do; null: it has none.
   virtual NcclComm nccl_comm() = 0;
-  // Whether somebody else may have ended that communicator after a failure.
-  virtual bool lost_nccl_comm() const {
-    return false;
-  }
   // What its communicator lives as long as; may be null.
   virtual std::shared_ptr<void> keep() const {
     return nullptr;

@@ -17,22 +17,6 @@ constexpr int kNoMemory = 2; // cudaErrorMemoryAllocation
 constexpr int kNotReady = 600; // cudaErrorNotReady
 constexpr int kRelaxedCapture = 2; // cudaStreamCaptureModeRelaxed
 
-// NCCL's functions that direct_create() needs, passed in because
-// libfusedpg_cuda.so links no NCCL.
-struct DirectCreateArgs {
-  void* comm;
-  void* window; // of the arena
-  void* arena;
-  int32_t nccl_version;
-  int32_t size;
-  void* dev_comm_create; // ncclDevCommCreate
-  void* dev_comm_destroy; // ncclDevCommDestroy
-  void* team_lsa; // ncclTeamLsa(ncclComm_t)
-  // Whether to ask for multicast memory. NCCL 2.28 cannot be asked whether the
-  // machine has it, and a communicator that is denied it is of no more use.
-  int32_t multimem;
-};
-
 // Everything the engine asks of CUDA: the runtime's calls it needs, and the
 // kernels. libfusedpg_cuda.so exports it, and the tests' fake does. Functions
 // return a CUDA error code and work on the calling thread's current device.
@@ -40,9 +24,6 @@ struct CudaApi {
   uint32_t version; // kCudaApiVersion
   uint32_t bytes; // sizeof(CudaApi)
   const char* name; // "cuda" or "fake"
-  // NCCL_VERSION_CODE of the headers that the direct path was compiled with; 0:
-  // compiled without.
-  int32_t direct_nccl_version;
   int32_t runtime_version;
 
   const char* (*error_string)(int error);
@@ -92,17 +73,8 @@ struct CudaApi {
   int (*program_unload)(void* program);
   int (*program_launch)(const ProgramLaunchArgs* args, Stream stream);
 
-  // The device-API path; null without. `usable` is 0 when the ranks of the
-  // communicator do not reach each other's memory, or not by windows.
-  // Collective. kNotReady: NCCL
-  // goes on in the background (ncclInProgress); the context can be used when
-  // the communicator is ready.
-  int (*direct_create)(
-      const DirectCreateArgs* args,
-      void** context,
-      int* usable);
-  // `comm`: null if it has gone, and took with it what the context had of it.
-  int (*direct_destroy)(void* context, void* comm);
+  // The direct path. All ranks launch the same, in the same order.
+  int (*exchange)(const ExchangeArgs* args, Stream stream);
   int (*direct_step)(const DirectArgs* args, Stream stream);
 };
 

@@ -111,7 +111,7 @@ CudaEngine::CudaEngine(
     }
     connect(deadline);
     const std::string wrong = ring_ ? check_ring(deadline) : "";
-    meet(register_arena(deadline), wrong, deadline);
+    meet(reach_peers(deadline), wrong, deadline);
   } catch (const std::exception& error) { // also what the store throws
     left_behind_ = dynamic_cast<const CallLeftBehind*>(&error) != nullptr;
     fail_engine(ErrorKind::kAborted, error.what());
@@ -124,18 +124,15 @@ CudaEngine::CudaEngine(
 // What would otherwise show as a hang.
 void CudaEngine::compare_settings(const Deadline& deadline) {
   const std::string mine = formatted(
-      "cuda_chunk_bytes={}, cuda_arena_bytes={}, half_sums={}, "
-      "FUSEDPG_CUDA_MULTIMEM={}, NCCL {}{}, direct path built "
-      "with NCCL {}",
+      "cuda_chunk_bytes={}, cuda_arena_bytes={}{}, half_sums={}, NCCL {}{}",
       settings_.cuda_chunk_bytes,
       settings_.cuda_arena_bytes,
+      arena_ ? " (symmetric memory)" : "",
       settings_.wide_half_sums ? "fp32" : "wire",
-      settings_.cuda_multimem,
       nccl_.version,
       ring_                 ? " (patched ring)"
           : nccl_.is_torchs ? ""
-                            : " (not torch's)",
-      cuda_.direct_nccl_version);
+                            : " (not torch's)");
   const std::vector<std::string> all =
       tell_all(kSettingsKey, mine, deadline, "its first fused operation");
   for (int p = 0; p < size_; ++p) {

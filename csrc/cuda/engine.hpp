@@ -120,7 +120,7 @@ class CudaEngine {
 
   // The arena that the GPUs of all ranks see, or null.
   void* arena() const {
-    return arena_;
+    return arena_.get();
   }
   size_t arena_bytes() const {
     return arena_bytes_;
@@ -137,6 +137,11 @@ class CudaEngine {
   // Whether steps go over the ring of a patched NCCL where they can.
   bool has_ring() const {
     return ring_;
+  }
+  // Whether graphs may hold kernels of the direct path: the carrier's
+  // communicator, which waits for the others to go, knows nothing of those.
+  bool has_unseen_graphs() const {
+    return peers_.has_value() && ever_captured_;
   }
   // "stock", "ring" or "direct"
   const char* path_of_last_step() const {
@@ -207,8 +212,6 @@ class CudaEngine {
       uint64_t sequence,
       const OpDescriptor& facts,
       const std::string& summary);
-  // Of the direct path, whose kernels may be in it until the GPU is quiet.
-  void release_window();
   bool wait_quiet(const Deadline& deadline) const;
   struct Remains;
   void bury();
@@ -278,10 +281,13 @@ class CudaEngine {
   // --- resources.cpp; at the start and the end
   void connect(const Deadline& deadline);
   void allocate_arena(); // for the direct path
-  bool register_arena(const Deadline& deadline); // false: there is none
+  bool reach_peers(const Deadline& deadline); // false: not all of them
   void give_up_arena(int without);
-  DirectSignals* signals() const;
-  void clear_signals();
+  // Of a call of the carrier. `besides` is called now and then.
+  void watch_start(
+      const char* what,
+      const Deadline& deadline,
+      const Carrier::Watch& besides);
   // under the lock
   DeviceMemory allocate(size_t bytes);
   std::shared_ptr<Slot> make_slot(size_t bytes);
@@ -320,12 +326,9 @@ class CudaEngine {
   };
   HostMemory flags_memory_;
   Flags* flags_ = nullptr;
-  void* arena_ = nullptr;
-  size_t arena_bytes_ = 0; // for tensors; what the direct path needs follows
-  std::mutex window_mutex_; // of its end
-  NcclWindow window_ = nullptr;
-  std::atomic<void*> direct_{
-      nullptr}; // also read by calls that have yet to fail
+  DeviceMemory arena_; // of the carrier, symmetric; null: none
+  size_t arena_bytes_ = 0; // for tensors; DirectRoom follows
+  std::optional<PeerAccess> peers_; // set: there is the direct path
 
   std::mutex mutex_; // of what enqueuing an operation uses
   uint64_t sequence_ = 0;

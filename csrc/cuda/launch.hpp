@@ -267,6 +267,7 @@ constexpr uint64_t kRingAbi = (uint64_t(2) << 32) | sizeof(RingUpdate);
 // Blocks meet the other ranks' blocks of their number, so all ranks start as
 // many, whatever their GPUs are.
 constexpr uint32_t kDirectBlocks = 128;
+constexpr uint32_t kExchangeBlocks = 16; // the first of them
 constexpr int kMaxDirectRanks = 128;
 
 // What the barriers of one block count: those it has left in earlier kernels,
@@ -276,21 +277,30 @@ struct alignas(128) DirectSignals {
   uint64_t passed[kMaxDirectRanks];
 };
 
-// The whole step of a chunk in one kernel, over the arenas (windows) of all
-// ranks: reads the peers' gradients, updates this rank's slices, and stores the
-// new parameters to all ranks, between two barriers of all ranks. Sums are left
-// folds in rank order, in the compute type.
-struct DirectArgs {
-  UpdateArgs update; // its `grads` and `params_out` mean nothing
-  // offsets[(p * num_tensors + t) * 2]: where gradient t of rank p begins in
-  // its arena, in bytes; and the next one, where its parameter does.
-  const uint64_t* offsets;
-  const double* weights; // by rank; each product is rounded. Null: none
-  uint32_t num_tensors;
-  uint32_t unused;
-  // kDirectBlocks of them, at the same place of all ranks' arenas; zero before
-  // the first step.
-  DirectSignals* signals;
+// What a rank tells the others before a step: its raw header, in words, and where
+// its gradients and parameters begin in its arena, in bytes, two words a tensor.
+constexpr size_t kMaxDirectTensors = 4000;
+struct DirectNotice {
+  uint64_t
+      words[(header_bytes(kMaxDirectTensors) + 7) / 8 + 2 * kMaxDirectTensors];
+};
+
+// Lies behind the tensors of each rank's arena; zeros before the first step.
+struct DirectRoom {
+  DirectSignals signals[kDirectBlocks];
+  DirectNotice notice;
+};
+
+// The memory of all ranks, for a kernel of the direct path, and how it waits for
+// them.
+struct PeerAccess {
+  int32_t rank;
+  int32_t size;
+  char* arenas[kMaxDirectRanks]; // by rank
+  // An address that stores by multicast begin at: to the same place of all
+  // arenas. Null: there is none.
+  char* multicast;
+  uint64_t room; // where DirectRoom is in each arena, in bytes
   // Host memory that the device reads: once it is not 0, kernels that wait for
   // other ranks end, whatever has been done by then.
   const uint64_t* stop;
@@ -299,7 +309,30 @@ struct DirectArgs {
   uint64_t nanoseconds;
   uint64_t* late;
   uint64_t sequence;
-  void* context; // host: what direct_create() gave
+};
+
+// Tells all ranks what this one has, and reads what they tell, behind a barrier:
+// their streams have come this far then, and so have their gradients.
+struct ExchangeArgs {
+  PeerAccess peers;
+  uint64_t* headers; // by rank: this rank's; out: the others', too
+  const uint64_t* offsets; // this rank's, as DirectNotice has them
+  uint64_t* all_offsets; // out: all ranks', in their order
+  uint32_t num_tensors;
+  uint32_t header_words;
+};
+
+// The whole step in one kernel behind that of an exchange: reads the peers'
+// gradients, updates this rank's slices, and stores the new parameters to all
+// ranks, whose barrier ends it. Sums are left folds in rank order, in the compute
+// type.
+struct DirectArgs {
+  UpdateArgs update; // its `grads` and `params_out` mean nothing
+  PeerAccess peers;
+  const uint64_t* offsets; // all ranks'
+  const double* weights; // by rank; each product is rounded. Null: none
+  uint32_t num_tensors;
+  uint32_t unused;
 };
 
 } // namespace fusedpg::cuda

@@ -14,7 +14,7 @@
 namespace fusedpg::cuda {
 namespace {
 
-constexpr int kOldestNccl = 22800; // ncclAlltoAll and the device API
+constexpr int kOldestNccl = 22800; // of the oldest torch
 
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 constexpr int kOwnFirst = 0; // which sanitizers refuse
@@ -113,13 +113,6 @@ NcclApi load_nccl(const std::string& path) {
   require(api.comm_get_async_error, "ncclCommGetAsyncError");
   require(api.group_start, "ncclGroupStart");
   require(api.group_simulate_end, "ncclGroupSimulateEnd");
-  require(api.mem_alloc, "ncclMemAlloc");
-  require(api.mem_free, "ncclMemFree");
-  require(api.comm_window_register, "ncclCommWindowRegister");
-  require(api.comm_window_deregister, "ncclCommWindowDeregister");
-  require(api.dev_comm_create, "ncclDevCommCreate");
-  require(api.dev_comm_destroy, "ncclDevCommDestroy");
-  require(api.team_lsa, "ncclTeamLsa");
   if (!complete || api.get_version(&api.version) != kNcclSuccess ||
       api.version < kOldestNccl) {
     fail(

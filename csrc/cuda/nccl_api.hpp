@@ -11,7 +11,6 @@ namespace fusedpg::cuda {
 // The part of NCCL's C ABI that we use (nccl.h of 2.28 and later), so that
 // neither its header is needed to build nor its library to load the module.
 using NcclComm = void*;
-using NcclWindow = void*;
 using NcclStream = void*;
 
 enum NcclResult : int {
@@ -69,22 +68,6 @@ struct NcclApi {
 
   NcclResult (*group_start)() = nullptr;
   NcclResult (*group_simulate_end)(NcclSimInfo* info) = nullptr;
-  NcclResult (*mem_alloc)(void** memory, size_t bytes) = nullptr;
-  NcclResult (*mem_free)(void* memory) = nullptr;
-  // Symmetric windows.
-  NcclResult (*comm_window_register)(
-      NcclComm comm,
-      void* memory,
-      size_t bytes,
-      NcclWindow* window,
-      int flags) = nullptr;
-  NcclResult (*comm_window_deregister)(NcclComm comm, NcclWindow window) =
-      nullptr;
-  // The device API, called by libfusedpg_cuda.so.
-  void* dev_comm_create = nullptr;
-  void* dev_comm_destroy = nullptr;
-  void* team_lsa = nullptr;
-
   // Of a patched NCCL (patches/nccl/files/src/include/fusedpg_api.h).
   uint64_t (*ring_abi)() = nullptr;
   NcclResult (*reduce_scatter_update)(
@@ -104,8 +87,6 @@ struct NcclApi {
   // Whether it is patched, for this version of the backend.
   bool has_ring() const;
 };
-
-constexpr int kNcclWindowSymmetric = 0x01; // NCCL_WIN_COLL_SYMMETRIC
 
 // The libnccl at `path`, or if that is empty the one this process has loaded
 // (torch's), or the system's. Loaded and probed once a path. Throws

@@ -14,26 +14,55 @@ constexpr size_t kSlotAlignment = 1 << 16;
 constexpr size_t kMaxLayouts = 256;
 constexpr std::chrono::milliseconds kConnectLook{500}; // at the other ranks
 constexpr size_t kArenaAlignment = 1 << 21;
-constexpr size_t kSignalBytes = kDirectBlocks * sizeof(DirectSignals);
+constexpr std::chrono::milliseconds kLook{100}; // for the store's answer
+// Whether a rank does not reach the memory of all.
+const char* const kApartKey = "cuda/apart";
 
 } // namespace
 
 void CudaEngine::allocate_arena() {
-  if (settings_.cuda_arena_bytes == 0 || size_ == 1 || !nccl_.is_torchs ||
-      cuda_.direct_create == nullptr) {
+  if (settings_.cuda_arena_bytes == 0 || size_ == 1 ||
+      size_ > kMaxDirectRanks) {
     return;
   }
-  const size_t bytes = (settings_.cuda_arena_bytes + kArenaAlignment - 1) /
-      kArenaAlignment * kArenaAlignment;
-  if (nccl_.mem_alloc(&arena_, bytes + kSignalBytes) != kNcclSuccess) {
-    fail(
-        ErrorKind::kOutOfMemory,
-        "fused: ncclMemAlloc of FUSEDPG_CUDA_ARENA_BYTES={} failed on rank {}",
-        bytes,
-        rank_);
+  const size_t bytes = round_up(settings_.cuda_arena_bytes, kArenaAlignment);
+  arena_ = carrier_->symmetric_memory(bytes + sizeof(DirectRoom));
+  if (!arena_) {
+    return;
   }
   arena_bytes_ = bytes;
-  clear_signals();
+  // Before any other rank reaches it.
+  const Stream stream = compute_.get();
+  check(
+      cuda_,
+      "cudaMemsetAsync",
+      cuda_.clear(
+          static_cast<char*>(arena_.get()) + bytes,
+          sizeof(DirectRoom),
+          stream));
+  check(cuda_, "cudaStreamSynchronize", cuda_.stream_synchronize(stream));
+}
+
+void CudaEngine::watch_start(
+    const char* what,
+    const Deadline& deadline,
+    const Carrier::Watch& besides) {
+  auto next_look = Clock::now() + kConnectLook;
+  carrier_->set_watch([this, what, &deadline, besides, next_look]() mutable {
+    if (deadline.expired()) {
+      fail(
+          ErrorKind::kTimeout,
+          "fused: {} of a group did not end within {} ms; is "
+          "every rank of the group alive?",
+          what,
+          deadline.timeout().count());
+    }
+    if (Clock::now() > next_look) {
+      look_at_peers(formatted("{} of a group", what));
+      besides();
+      next_look = Clock::now() + kConnectLook;
+    }
+  });
 }
 
 // No operation, captured or not, has to make the communicator then.
@@ -41,124 +70,67 @@ void CudaEngine::connect(const Deadline& deadline) {
   if (size_ == 1) {
     return;
   }
-  auto next_look = Clock::now() + kConnectLook;
-  carrier_->set_watch([&] {
-    if (deadline.expired()) {
-      fail(
-          ErrorKind::kTimeout,
-          "fused: the first collective of a group did not end within {} ms; is "
-          "every rank of the group alive?",
-          deadline.timeout().count());
-    }
-    if (Clock::now() > next_look) {
-      look_at_peers("the first collective of a group");
-      next_look = Clock::now() + kConnectLook;
-    }
-  });
+  watch_start("the first collective", deadline, [] {});
   carrier_->connect();
-  if (ring_ || arena_ != nullptr) {
+  if (ring_) {
     comm_ = carrier_->nccl_comm();
-    ring_ = ring_ && comm_ != nullptr;
+    ring_ = comm_ != nullptr;
   }
 }
 
-bool CudaEngine::register_arena(const Deadline& deadline) {
-  if (arena_ == nullptr || comm_ == nullptr) {
+bool CudaEngine::reach_peers(const Deadline& deadline) {
+  if (!arena_) {
     return false;
   }
-  // Calls that do not return in time may write there later.
-  struct Made {
-    NcclWindow window = nullptr;
-    void* direct = nullptr;
-    int usable = 0;
-  };
-  const auto made = std::make_shared<Made>();
-  call_nccl_within(
-      "ncclCommWindowRegister",
-      deadline,
-      [made,
-       &nccl = nccl_,
-       arena = arena_,
-       bytes = arena_bytes_ + kSignalBytes](NcclComm comm) {
-        return nccl.comm_window_register(
-            comm, arena, bytes, &made->window, kNcclWindowSymmetric);
-      });
-  window_ = made->window;
-  call_nccl_within(
-      "ncclDevCommCreate",
-      deadline,
-      [made,
-       &cuda = cuda_,
-       args = DirectCreateArgs{
-           nullptr,
-           window_,
-           arena_,
-           nccl_.version,
-           size_,
-           nccl_.dev_comm_create,
-           nccl_.dev_comm_destroy,
-           nccl_.team_lsa,
-           settings_.cuda_multimem}](NcclComm comm) {
-        DirectCreateArgs with = args;
-        with.comm = comm;
-        switch (cuda.direct_create(&with, &made->direct, &made->usable)) {
-          case kSuccess:
-            return kNcclSuccess;
-          case kNotReady:
-            return kNcclInProgress;
-          default:
-            return kNcclUnhandledCudaError;
-        }
-      });
-  direct_ = made->direct;
-  return made->usable != 0;
+  struct Apart {};
+  watch_start("the rendezvous of symmetric memory", deadline, [this] {
+    const auto told = ask_within(kLook, [](Rendezvous& store) {
+      return std::string(store.has(kApartKey) ? "yes" : "");
+    });
+    if (told && !told->empty()) {
+      throw Apart(); // who said so does not come, or does no more
+    }
+  });
+  Carrier::Peers found;
+  try {
+    found = carrier_->peers(arena_);
+  } catch (const Apart&) {
+  }
+  if (found.arenas.size() != static_cast<size_t>(size_) ||
+      std::count(found.arenas.begin(), found.arenas.end(), nullptr) != 0) {
+    store_->set(kApartKey, "yes");
+    return false;
+  }
+  PeerAccess& peers = peers_.emplace();
+  peers.rank = rank_;
+  peers.size = size_;
+  std::copy(found.arenas.begin(), found.arenas.end(), peers.arenas);
+  peers.multicast = found.multicast;
+  peers.room = arena_bytes_;
+  peers.stop = &flags_->stop;
+  peers.late = &flags_->late;
+  return true;
 }
 
 void CudaEngine::give_up_arena(int without) {
-  if (direct_ != nullptr) {
-    cuda_.direct_destroy(direct_, comm_);
-  }
-  if (window_ != nullptr) {
-    call_nccl("ncclCommWindowDeregister", [&](NcclComm comm) {
-      return nccl_.comm_window_deregister(comm, window_);
-    });
-  }
-  direct_ = nullptr;
-  window_ = nullptr;
-  if (arena_ != nullptr) {
-    nccl_.mem_free(arena_);
-  }
-  arena_ = nullptr;
+  peers_.reset();
+  arena_.reset();
   arena_bytes_ = 0;
   static std::atomic<bool> told{false};
   if (rank_ == 0 && !told.exchange(true)) {
     log_line(formatted(
         "FUSEDPG_CUDA_ARENA_BYTES is set, but the GPU of rank {} does not "
-        "reach "
-        "those of all ranks by windows of NCCL {} (one NVLink domain, peer "
-        "access, NCCL_CUMEM_ENABLE, kernels built with that NCCL's headers); "
-        "there is no direct path, all ranks take the stock one",
-        without,
-        nccl_.version));
+        "reach those of all ranks by torch's symmetric memory (one NVLink "
+        "domain, peer access, its backend \"CUDA\"); there is no direct path, "
+        "all ranks take the stock one",
+        without));
   }
 }
 
-DirectSignals* CudaEngine::signals() const {
-  return reinterpret_cast<DirectSignals*>(
-      static_cast<char*>(arena_) + arena_bytes_);
-}
-
 bool CudaEngine::in_arena(const void* p, size_t bytes) const {
-  const auto* begin = static_cast<const char*>(arena_);
+  const auto* begin = static_cast<const char*>(arena());
   const auto* at = static_cast<const char*>(p);
   return begin != nullptr && at >= begin && at + bytes <= begin + arena_bytes_;
-}
-
-// Before the window is registered, which all ranks wait for.
-void CudaEngine::clear_signals() {
-  const Stream stream = compute_.get();
-  check(cuda_, "cudaMemsetAsync", cuda_.clear(signals(), kSignalBytes, stream));
-  check(cuda_, "cudaStreamSynchronize", cuda_.stream_synchronize(stream));
 }
 
 DeviceMemory CudaEngine::allocate(size_t bytes) {

@@ -157,6 +157,7 @@ class Run {
   void pass(bool reduces, Middle middle, bool gathers);
   void pack(size_t t);
   void reduce_scatter(size_t t);
+  UpdateArgs step_args() const; // of any part of it
   UpdateArgs update_args(size_t t, bool reduced_here) const;
   void work_on(size_t t, Middle middle, bool reduced_here);
   void all_gather(size_t t);
@@ -167,6 +168,8 @@ class Run {
 
   // --- step_paths.cpp
   void exchange_norms();
+  PeerAccess peers() const;
+  void exchange();
   void run_direct();
   RingUpdate ring_update(size_t t) const;
   void run_ring();

@@ -26,7 +26,7 @@ constexpr size_t kKindBytes = kHeaderFlags;
 } // namespace
 
 StepConfig Run::step_config() const {
-  bool in_arena = e_.direct_ != nullptr;
+  bool in_arena = e_.peers_.has_value();
   for (size_t t = 0; t < n_ && in_arena; ++t) {
     const TensorInfo& info = task_.tensors[t];
     const auto inside = [&](const void* p, DType type) {
@@ -42,7 +42,7 @@ StepConfig Run::step_config() const {
       task_.grad_type,
       task_.param_type,
       in_arena,
-      e_.direct_ != nullptr,
+      e_.peers_.has_value(),
       e_.ring_,
       task_.program != nullptr,
       e_.size_,
@@ -182,7 +182,7 @@ void Run::fill_slot() {
     host<RingUpdate>(rings_)[t] = ring_update(t);
   }
   if (path_ == GpuPath::kDirect) {
-    const auto* arena = static_cast<const char*>(e_.arena_);
+    const auto* arena = static_cast<const char*>(e_.arena());
     for (size_t t = 0; t < n_; ++t) {
       const TensorInfo& info = task_.tensors[t];
       uint64_t* pair = host<uint64_t>(offsets_) + 2 * t;
@@ -252,11 +252,12 @@ void Run::agree() {
   if (alone()) {
     return;
   }
+  if (path_ == GpuPath::kDirect) {
+    exchange();
+    return;
+  }
   order(compute_, e_.events_.proposed, wire_);
   gather(mine, headers_, bytes);
-  if (path_ == GpuPath::kDirect) {
-    gather(offsets_, all_offsets_, 2 * n_ * sizeof(uint64_t));
-  }
   check("cudaEventRecord", cuda_.event_record(e_.events_.agreed.get(), wire_));
 }
 
@@ -274,7 +275,7 @@ void Run::prepare() {
     p.from = riding_header(reduced(0));
   } else {
     p.from = header(device<char>(headers_), slot_header());
-    if (!alone()) {
+    if (!alone() && path_ != GpuPath::kDirect) {
       check(
           "cudaStreamWaitEvent",
           cuda_.stream_wait_event(compute_, e_.events_.agreed.get()));
@@ -403,11 +404,10 @@ void Run::reduce_scatter(size_t t) {
       wire_);
 }
 
-UpdateArgs Run::update_args(size_t t, bool reduced_here) const {
+UpdateArgs Run::step_args() const {
   const StepCall& step = *task_.step;
   const StepHyper& h = step.hypers[0];
   UpdateArgs u{};
-  u.chunk = chunk(t, sent(t));
   u.formula = formula(task_.op);
   u.param_type = step.param_type;
   u.grad_type = step.grad_type;
@@ -418,6 +418,12 @@ UpdateArgs Run::update_args(size_t t, bool reduced_here) const {
   u.momentum = h.momentum != 0;
   u.nesterov = h.nesterov;
   u.scalars = device<TensorScalars>(scalars_);
+  return u;
+}
+
+UpdateArgs Run::update_args(size_t t, bool reduced_here) const {
+  UpdateArgs u = step_args();
+  u.chunk = chunk(t, sent(t));
   u.folds = reduced_here && folds_;
   u.grads = reduced_here ? reduced(t) : nullptr;
   u.weights = weighted_ ? device<double>(weights_) : nullptr;

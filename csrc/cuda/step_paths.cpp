@@ -36,31 +36,48 @@ void Run::exchange_norms() {
   check("trust", cuda_.trust(&trust, compute_));
 }
 
-void Run::run_direct() {
-  prepare();
-  if (chunks().empty()) {
-    return;
-  }
-  DirectArgs args{};
-  args.update = update_args(0, false);
-  args.update.params_out = nullptr;
-  args.update.chunk.tiles = layout_->tiles;
-  args.update.chunk.num_tiles =
-      static_cast<uint32_t>(layout_->layout.tiles.size());
-  args.offsets = device<uint64_t>(all_offsets_);
-  args.weights = weighted_ ? device<double>(weights_) : nullptr;
-  args.num_tensors = static_cast<uint32_t>(n_);
-  args.signals = e_.signals();
-  args.stop = &e_.flags_->stop;
+// For a kernel of the direct path.
+PeerAccess Run::peers() const {
+  PeerAccess peers = *e_.peers_;
   // The call's deadline says nothing about when a graph is replayed.
-  args.nanoseconds = operation_->captured_
+  peers.nanoseconds = operation_->captured_
       ? kForever
       : static_cast<uint64_t>(
             std::chrono::nanoseconds(operation_->deadline_.remaining())
                 .count());
-  args.late = &e_.flags_->late;
-  args.sequence = operation_->sequence;
-  args.context = e_.direct_;
+  peers.sequence = operation_->sequence;
+  return peers;
+}
+
+void Run::exchange() {
+  static_assert(kMaxDirectTensors >= kMaxStepTensors);
+  ExchangeArgs args{};
+  args.peers = peers();
+  args.headers = device<uint64_t>(headers_);
+  args.offsets = device<uint64_t>(offsets_);
+  args.all_offsets = device<uint64_t>(all_offsets_);
+  args.num_tensors = static_cast<uint32_t>(n_);
+  args.header_words = static_cast<uint32_t>(slot_header() / sizeof(uint64_t));
+  check("exchange", cuda_.exchange(&args, compute_));
+}
+
+// Also where there is nothing to update: its barrier lets no rank tell the next
+// operation's facts before all have read this one's.
+void Run::run_direct() {
+  prepare();
+  DirectArgs args{};
+  args.peers = peers();
+  args.update = step_args();
+  Chunk& all = args.update.chunk;
+  all.tensors = device<TensorInfo>(tensors_);
+  all.pieces = layout_->pieces;
+  all.tiles = layout_->tiles;
+  all.num_tiles = static_cast<uint32_t>(layout_->layout.tiles.size());
+  all.rank = e_.rank_;
+  all.size = e_.size_;
+  args.offsets = device<uint64_t>(all_offsets_);
+  args.weights = weighted_ ? device<double>(weights_) : nullptr;
+  args.num_tensors = static_cast<uint32_t>(n_);
   check("direct_step", cuda_.direct_step(&args, compute_));
 }
 

@@ -13,12 +13,7 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// For kernels of the direct path, which end by themselves once they are told to
-// stop, unless they have yet to begin: then they use no window.
-constexpr milliseconds kDirectEnd{1000};
 constexpr milliseconds kEnd{5000}; // for a caller
-// Since when the end of a communicator unmaps its windows.
-constexpr int kUnmapsWindows = 22907;
 
 } // namespace
 
@@ -39,16 +34,6 @@ void CudaEngine::fail_engine(ErrorKind kind, const std::string& message) {
   // a good end there are only those of graphs, which go on.
   if (!finished_) {
     __atomic_store_n(&flags_->stop, 1, __ATOMIC_RELEASE);
-    // Another thread may be about to launch a kernel that uses the window, or be
-    // inside the carrier, with its communicator.
-    const bool entered = std::any_of(
-        outstanding.begin(), outstanding.end(), [](const OperationPtr& one) {
-          return !one->enqueued_.load(std::memory_order_acquire) &&
-              one->caller_ != std::this_thread::get_id();
-        });
-    if (!entered) {
-      release_window();
-    }
     if (carrier_) {
       carrier_->abort();
     }
@@ -99,23 +84,6 @@ void CudaEngine::abort(const std::string& reason) {
   fail_engine(ErrorKind::kAborted, reason);
 }
 
-// Before whoever owns the communicator ends it: NCCL unmaps the window then,
-// whatever kernels are doing, and before 2.29.7 it leaves mapped for ever what
-// was not deregistered. Graphs may be using it.
-void CudaEngine::release_window() {
-  const std::lock_guard<std::mutex> lock(window_mutex_);
-  if (window_ == nullptr || ever_captured_ || left_behind_ ||
-      carrier_->lost_nccl_comm() || !wait_quiet(Deadline(kDirectEnd))) {
-    return;
-  }
-  if (direct_ != nullptr) {
-    cuda_.direct_destroy(direct_, comm_);
-  }
-  nccl_.comm_window_deregister(comm_, window_);
-  direct_ = nullptr;
-  window_ = nullptr;
-}
-
 void CudaEngine::shutdown(const Deadline& deadline) {
   OperationPtr last;
   {
@@ -148,7 +116,6 @@ void CudaEngine::shutdown(const Deadline& deadline) {
     return;
   }
   finished_ = true;
-  release_window();
 }
 
 bool CudaEngine::wait_quiet(const Deadline& deadline) const {
@@ -228,6 +195,7 @@ struct CudaEngine::Remains {
   std::set<std::shared_ptr<const LoadedProgram>> programs;
   std::deque<OperationPtr> abandoned;
   HostMemory flags;
+  DeviceMemory arena;
   Events events;
   OwnedStream compute;
   OwnedStream wire_stream;
@@ -258,6 +226,7 @@ void CudaEngine::bury() {
   remains->programs = std::move(programs_);
   remains->abandoned = std::move(abandoned_);
   remains->flags = std::move(flags_memory_);
+  remains->arena = std::move(arena_);
   remains->events = std::move(events_);
   remains->memory_stream = std::move(memory_stream_);
   remains->compute = std::move(compute_);
@@ -274,16 +243,7 @@ void CudaEngine::bury() {
         leak(program);
       }
     }
-    carrier_.reset(); // its communicator may know the arena
-    if (direct_ != nullptr) {
-      cuda_.direct_destroy(direct_, nullptr);
-    }
-    // Older ones leave a window mapped that graphs kept from being let go of.
-    const bool mapped =
-        window_ != nullptr && ever_captured_ && nccl_.version < kUnmapsWindows;
-    if (arena_ != nullptr && !mapped && !left_behind_) {
-      nccl_.mem_free(arena_);
-    }
+    carrier_.reset(); // before what its collectives use
   }
   cuda_.set_device(before);
 }

@@ -82,8 +82,7 @@ struct EngineWith {
   std::string name; // of the group, in the store
   const std::atomic<bool>* stuck = nullptr; // whether the store is
   const std::atomic<bool>* gone = nullptr; // likewise
-  // Whether the carrier's communicator is.
-  const std::atomic<bool>* lost = nullptr;
+  Reach reach = Reach::kAll;
   CudaEngine::CheckPeers check_peers = nullptr;
   const cuda::NcclApi* nccl = &fake_gpu::nccl();
   const cuda::CudaApi* cuda = &gpu();
@@ -146,7 +145,7 @@ struct GpuRank {
                             size,
                             store,
                             with.name + "carrier",
-                            with.lost)),
+                            with.reach)),
         own_stream(rank),
         stream(own_stream.stream),
         wire_sums(!with.settings.wide_half_sums) {

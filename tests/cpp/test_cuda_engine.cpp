@@ -543,21 +543,37 @@ TEST(cuda_engine_without_direct_path) {
         },
         with);
   };
-  EngineWith with = with_arena();
-  {
+  for (const Reach reach :
+       {Reach::kNone, Reach::kNotTheFirst, Reach::kFirstFails}) {
     const Clean clean;
-    CudaApi kernels = gpu();
-    kernels.direct_create = nullptr;
-    with.cuda = &kernels;
+    EngineWith with = with_arena();
+    with.reach = reach;
     stock(with);
-    with.cuda = &gpu();
+    CHECK_EQ(SharedBlocks::alive, 0);
   }
-  {
-    // Each rank on a machine of its own: the windows go again.
-    const Clean clean("FUSEDPG_FAKE_NO_LSA", "1");
-    stock(with);
-    CHECK_EQ(hooks().now().bad_handles, 0u);
-  }
+}
+
+// After the first step of its kind, whose sizes all ranks must have the same,
+// nothing goes by the carrier.
+TEST(cuda_engine_direct_path_calls_nobody) {
+  const Clean clean;
+  with_gpus(
+      2,
+      [](GpuRank& r) {
+        GpuTraining training(
+            r, adam(), kSingles, {3000}, static_cast<char*>(r.engine.arena()));
+        training.direct = true;
+        for (int i = 0; i < 3; ++i) {
+          training.weights =
+              i == 2 ? some_weights(r.size) : std::vector<double>();
+          training.load();
+          training.step();
+          training.check();
+        }
+      },
+      with_arena());
+  CHECK_EQ(hooks().calls("ncclAllReduce"), 4u); // the last is of another kind
+  CHECK_EQ(hooks().calls("ncclAllGather"), 0u);
 }
 
 // A link by which the library is another one.

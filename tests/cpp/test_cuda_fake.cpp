@@ -4,7 +4,7 @@
 #include <cstdlib>
 #include <map>
 
-#include "testing.hpp"
+#include "fake_carrier.hpp"
 
 namespace fusedpg::test {
 
@@ -460,49 +460,66 @@ TEST(fake_capture_of_collectives) {
   });
 }
 
-// --- windows and the direct path ---------------------------------------------
+// --- the direct path ---------------------------------------------------------
 
-TEST(fake_windows_and_direct_step) {
+TEST(fake_direct_step) {
   const Clean clean;
-  constexpr uint64_t kShard = 64, kCount = 3 * kShard - 10;
-  on_ranks(3, [](int rank, Store& store) {
-    Peer peer(rank, 3, store);
-    peer.settle(peer.result);
+  constexpr int kRanks = 3;
+  constexpr uint64_t kShard = 64, kCount = kRanks * kShard - 10,
+                     kTensors = 8192;
+  on_threads(kRanks, [](int rank, Store& store) {
     const OwnStream stream;
-    void* arena = nullptr;
-    NcclWindow window = nullptr;
-    constexpr size_t kSignals = kDirectBlocks * sizeof(DirectSignals);
-    CHECK_EQ(nccl().mem_alloc(&arena, 8192 + kSignals), kNcclSuccess);
-    auto* base = static_cast<char*>(arena);
-    std::memset(base + 8192, 0, kSignals);
-    peer.settle(
-        nccl().comm_window_register(
-            peer.comm, arena, 8192 + kSignals, &window, kNcclWindowSymmetric));
-    const DirectCreateArgs with{
-        peer.comm,
-        window,
-        arena,
-        nccl().version,
-        3,
-        nccl().dev_comm_create,
-        nccl().dev_comm_destroy,
-        nccl().team_lsa,
-        1};
-    void* context = nullptr;
-    int usable = 0;
-    const int created = gpu().direct_create(&with, &context, &usable);
-    CHECK(created == kSuccess || created == kNotReady);
-    peer.settle(created == kSuccess ? kNcclSuccess : kNcclInProgress);
-    CHECK_EQ(usable, 1);
+    const auto mine = SharedBlocks::make(kTensors + sizeof(DirectRoom));
+    char* base = mine.get();
+    std::memset(base + kTensors, 0, sizeof(DirectRoom));
+    const auto all = SharedBlocks::meet(store, "blocks", rank, kRanks, mine);
+    uint64_t stop = 0;
+    PeerAccess peers{};
+    peers.rank = rank;
+    peers.size = kRanks;
+    for (int p = 0; p < kRanks; ++p) {
+      peers.arenas[p] = all[static_cast<size_t>(p)].get();
+    }
+    peers.room = kTensors;
+    peers.stop = &stop;
+    peers.nanoseconds = 60'000'000'000;
+    peers.late = &stop;
+    peers.sequence = 1;
 
     // Each rank keeps them elsewhere in its arena.
-    const uint64_t offsets[] = {0, 4096, 64, 4160, 128, 4224};
-    auto* grad = reinterpret_cast<float*>(base + offsets[2 * rank]);
-    auto* param = reinterpret_cast<float*>(base + offsets[2 * rank + 1]);
+    const uint64_t offsets[] = {
+        64 * uint64_t(rank), 4096 + 64 * uint64_t(rank)};
+    auto* grad = reinterpret_cast<float*>(base + offsets[0]);
+    auto* param = reinterpret_cast<float*>(base + offsets[1]);
     for (uint64_t i = 0; i < kCount; ++i) {
       grad[i] = static_cast<float>(input(rank, i));
       param[i] = 100;
     }
+    alignas(16) uint8_t agree[kAgreeBytes] = {};
+    agree[kAgreeUsed + rank] = 1;
+    agree[0] = static_cast<uint8_t>(7 + 13 * rank);
+    const double weight = 1 + rank;
+    double weights[kRanks] = {};
+    uint64_t all_offsets[2 * kRanks] = {};
+    ExchangeArgs exchange{};
+    exchange.peers = peers;
+    exchange.agree = agree;
+    exchange.weight = &weight;
+    exchange.offsets = offsets;
+    exchange.weights = weights;
+    exchange.all_offsets = all_offsets;
+    exchange.num_tensors = 1;
+    CHECK_EQ(gpu().exchange(&exchange, stream), 0);
+    stream.sync();
+    CHECK_EQ(int(agree[0]), 33);
+    for (int p = 0; p < kRanks; ++p) {
+      CHECK_EQ(int(agree[kAgreeUsed + p]), 1);
+      CHECK_EQ(weights[p], 1.0 + p);
+      CHECK_EQ(all_offsets[2 * p], 64u * p);
+      CHECK_EQ(all_offsets[2 * p + 1], 4096 + 64u * p);
+    }
+    CHECK_EQ(int(agree[kAgreeUsed + kRanks]), 0);
+
     TensorInfo tensor{};
     tensor.param = param;
     tensor.count = kCount;
@@ -514,49 +531,22 @@ TEST(fake_windows_and_direct_step) {
     scalars.skip = false;
     scalars.sgd.lr = 2;
     DirectArgs step{};
-    step.update.chunk = {&tensor, &piece, &tile, 1, rank, 3, 0, kShard};
+    step.update.chunk = {&tensor, &piece, &tile, 1, rank, kRanks, 0, kShard};
     step.update.formula = kernels::Formula::kSgd;
     step.update.param_type = DType::kFloat32;
     step.update.grad_type = DType::kFloat32;
     step.update.state_type = DType::kFloat32;
     step.update.scalars = &scalars;
-    step.offsets = offsets;
-    uint64_t stop = 0;
+    step.peers = peers;
+    step.offsets = all_offsets;
     step.num_tensors = 1;
-    step.stop = &stop;
-    step.nanoseconds = 60'000'000'000;
-    step.late = &stop;
-    step.sequence = 1;
-    step.signals = reinterpret_cast<DirectSignals*>(base + 8192);
-    step.context = context;
     CHECK_EQ(gpu().direct_step(&step, stream), 0);
     stream.sync();
     for (uint64_t i = 0; i < kCount; ++i) {
-      CHECK_EQ(param[i], static_cast<float>(100 - combined(kNcclSum, 3, i)));
+      CHECK_EQ(
+          param[i], static_cast<float>(100 - combined(kNcclSum, kRanks, i)));
     }
-    CHECK_EQ(gpu().direct_destroy(context, peer.comm), 0);
-    CHECK_EQ(nccl().comm_window_deregister(peer.comm, window), kNcclSuccess);
-    peer.finish();
-    CHECK_EQ(nccl().mem_free(arena), kNcclSuccess);
   });
-}
-
-TEST(fake_older_nccl_has_no_windows) {
-  nccl(); // loads the newest, which has all symbols
-  const Clean clean("FUSEDPG_FAKE_NCCL_VERSION", "22600");
-  int version = 0;
-  CHECK_EQ(nccl().get_version(&version), kNcclSuccess);
-  CHECK_EQ(version, 22600);
-  Store store;
-  Peer peer(0, 1, store);
-  peer.settle(peer.result);
-  void* memory = nullptr;
-  NcclWindow window = nullptr;
-  CHECK_EQ(nccl().mem_alloc(&memory, 64), kNcclSuccess);
-  CHECK_EQ(
-      nccl().comm_window_register(peer.comm, memory, 64, &window, 0),
-      kNcclInvalidUsage);
-  CHECK_EQ(nccl().mem_free(memory), kNcclSuccess);
 }
 
 } // namespace fusedpg::test

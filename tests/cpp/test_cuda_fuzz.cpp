@@ -23,7 +23,7 @@ bool run_world(uint32_t seed) {
   with.settings = cuda_settings(
       pick<size_t>(random, {2048, 4096, size_t{1} << 14, size_t{1} << 20}),
       has_arena ? size_t{2} << 20 : 0);
-  with.settings.cuda_multimem = one_in(random, 2);
+  with.reach = one_in(random, 2) ? Reach::kMulticast : Reach::kAll;
   with.settings.nccl = patched ? NcclChoice::kPatched : NcclChoice::kAuto;
   with.settings.wide_half_sums = one_in(random, 2);
   std::vector<Plan> plans;

@@ -121,16 +121,16 @@ TEST(cuda_teardown_nonblocking_by_environment) {
   CHECK_EQ(hooks().now().bad_handles, 0u);
 }
 
-// An abort while a kernel of the direct path waits for a rank, before such a
-// kernel begins, or while what it waits for is still being exchanged: NCCL
-// unmaps windows under it, before it, or as it begins.
+// An abort while a kernel of the direct path waits for a rank, in the step or in
+// the exchange before it, without which a step must not begin.
 TEST(cuda_teardown_abort_in_a_direct_step) {
   struct Case {
-    int nth; // what rank 1 begins late: an all-reduce, an all-gather, the step
+    int nth; // what rank 1 begins late: the exchange, the step
     int milliseconds;
     int aborts; // which rank
   };
-  for (const Case c : {Case{3, 700, 0}, Case{3, 1500, 1}, Case{2, 1500, 1}}) {
+  for (const Case c :
+       {Case{2, 700, 0}, Case{2, 1500, 1}, Case{1, 1500, 1}, Case{1, 700, 0}}) {
     const Clean clean;
     hooks().set_delay(0);
     on_threads(2, [&](int rank, Store& store) {
@@ -171,7 +171,6 @@ TEST(cuda_teardown_abort_in_a_direct_step) {
 // A graph may be launched for as long as the engine lives.
 TEST(cuda_teardown_graph_of_the_direct_path) {
   const Clean clean;
-  void* arenas[2] = {};
   on_threads(2, [&](int rank, Store& store) {
     GpuRank r(rank, 2, store, with_arena());
     GpuTraining training(
@@ -181,12 +180,13 @@ TEST(cuda_teardown_graph_of_the_direct_path) {
     training.step();
     training.check();
     r.engine.drain(kLong);
-    arenas[rank] = r.engine.arena();
+    CHECK(!r.engine.has_unseen_graphs());
     void* graph = nullptr;
     CHECK_EQ(hooks().begin_capture(r.stream), 0);
     training.step();
     r.engine.join(r.stream);
     CHECK_EQ(hooks().end_capture(r.stream, &graph), 0);
+    CHECK(r.engine.has_unseen_graphs());
     r.engine.shutdown(Deadline(kLong));
     r.meet("shut down");
     training.load();
@@ -195,12 +195,8 @@ TEST(cuda_teardown_graph_of_the_direct_path) {
     r.meet("launched");
     CHECK_EQ(hooks().destroy_graph(graph), 0);
   });
+  CHECK_EQ(SharedBlocks::alive, 0);
   CHECK_EQ(hooks().now().bad_handles, 0u);
-  // This NCCL has left the windows mapped, so the memory is not given back.
-  hooks().reset();
-  for (void* arena : arenas) {
-    CHECK_EQ(fake_gpu::nccl().mem_free(arena), 0);
-  }
 }
 
 // What was left of a captured call's time says nothing about replays: a peer
@@ -208,7 +204,6 @@ TEST(cuda_teardown_graph_of_the_direct_path) {
 TEST(cuda_teardown_replay_after_the_timeout) {
   const Clean clean;
   hooks().set_delay(0);
-  void* arenas[2] = {};
   on_threads(2, [&](int rank, Store& store) {
     GpuRank r(rank, 2, store, with_arena());
     GpuTraining training(
@@ -218,7 +213,6 @@ TEST(cuda_teardown_replay_after_the_timeout) {
     training.step();
     training.check();
     r.engine.drain(kLong);
-    arenas[rank] = r.engine.arena();
     training.timeout = milliseconds(200);
     void* graph = nullptr;
     CHECK_EQ(hooks().begin_capture(r.stream), 0);
@@ -228,7 +222,7 @@ TEST(cuda_teardown_replay_after_the_timeout) {
     training.load();
     r.meet("captured");
     if (rank == 1) {
-      hooks().stall(1, 3, 1000); // the step itself
+      hooks().stall(1, 2, 1000); // the step itself
     }
     r.meet("begin");
     CHECK_EQ(hooks().launch(graph, r.stream), 0);
@@ -239,47 +233,55 @@ TEST(cuda_teardown_replay_after_the_timeout) {
     CHECK_EQ(hooks().destroy_graph(graph), 0);
   });
   CHECK_EQ(hooks().now().bad_handles, 0u);
-  hooks().reset();
-  for (void* arena : arenas) { // as above
-    CHECK_EQ(fake_gpu::nccl().mem_free(arena), 0);
-  }
 }
 
 // Nobody looks: a kernel that waits for a rank ends by itself, and it is known.
+// What a late exchange has not left, no step behind it uses.
 TEST(cuda_teardown_direct_step_without_a_peer) {
-  const Clean clean;
-  hooks().set_delay(0);
-  on_threads(2, [&](int rank, Store& store) {
-    GpuRank r(rank, 2, store, with_arena());
-    GpuTraining training(
-        r, adam(), kSingles, {3000, 70}, static_cast<char*>(r.engine.arena()));
-    training.direct = true;
-    training.load();
-    training.step();
-    training.check();
-    training.load();
-    training.timeout = milliseconds(300);
-    r.meet("first step");
-    if (rank == 1) {
-      hooks().stall(1, 3, 2000); // the step itself
-    }
-    r.meet("begin");
-    const auto begin = Clock::now();
-    const OperationPtr op = training.step();
-    if (rank == 0) {
+  for (const int nth : {1, 2}) { // the exchange, the step itself
+    const Clean clean;
+    hooks().set_delay(0);
+    on_threads(2, [&](int rank, Store& store) {
+      GpuRank r(rank, 2, store, with_arena());
+      GpuTraining training(
+          r,
+          adam(),
+          kSingles,
+          {3000, 70},
+          static_cast<char*>(r.engine.arena()));
+      training.direct = true;
+      training.load();
+      training.step();
+      training.check();
+      training.load();
+      training.timeout = milliseconds(300);
       r.sync();
-      CHECK(seconds_since(begin) < 1.5);
-      expect_error(ErrorKind::kTimeout, {"did not finish within 300 ms"}, [&] {
-        training.step();
-      });
-    }
-    r.meet("end");
-    r.engine.close();
-  });
+      const GpuBuffer& param = training.param(0);
+      const Bytes before(param.data(), param.data() + param.bytes());
+      r.meet("first step");
+      if (rank == 1) {
+        hooks().stall(1, nth, 2000);
+      }
+      r.meet("begin");
+      const auto begin = Clock::now();
+      const OperationPtr op = training.step();
+      if (rank == 0) {
+        r.sync();
+        CHECK(seconds_since(begin) < 1.5);
+        CHECK(nth == 2 || param.holds(before));
+        expect_error(
+            ErrorKind::kTimeout, {"did not finish within 300 ms"}, [&] {
+              training.step();
+            });
+      }
+      r.meet("end");
+      r.engine.close();
+    });
+  }
 }
 
-// Nothing of a window is left, also where NCCL does not see to it.
-TEST(cuda_teardown_windows) {
+// Nothing of the arena is left.
+TEST(cuda_teardown_arena) {
   const Clean clean;
   for (const bool fails : {false, true}) {
     on_threads(2, [&](int rank, Store& store) {
@@ -299,81 +301,27 @@ TEST(cuda_teardown_windows) {
         r.engine.shutdown(Deadline(kLong));
       }
     });
-    CHECK_EQ(hooks().calls("ncclCommWindowDeregister"), fails ? 4u : 2u);
-    CHECK_EQ(hooks().calls("ncclDevCommDestroy"), fails ? 4u : 2u);
+    CHECK_EQ(SharedBlocks::alive, 0);
   }
-  CHECK_EQ(hooks().now().windows, 0u);
   CHECK_EQ(hooks().now().bad_handles, 0u);
 }
 
-// A start that fails between the window and what the kernels need of it.
-TEST(cuda_teardown_start_with_half_a_window) {
+TEST(cuda_teardown_start_in_the_rendezvous) {
   const Clean clean;
-  for (int rank = 0; rank < 2; ++rank) {
-    hooks().fail("direct_create", 1, 719); // the next call of either rank
-  }
-  on_threads(2, [](int rank, Store& store) {
-    expect_error(ErrorKind::kSystem, {"ncclDevCommCreate"}, [&] {
-      GpuRank r(rank, 2, store, with_arena());
-    });
-  });
-  CHECK_EQ(hooks().calls("ncclCommWindowDeregister"), 2u);
-  CHECK_EQ(hooks().now().windows, 0u);
-  CHECK_EQ(hooks().now().bad_handles, 0u);
-}
-
-// torch's watchdog may have ended the communicator, so NCCL gets it no more.
-TEST(cuda_teardown_window_of_a_lost_communicator) {
-  const Clean clean;
-  std::atomic<bool> lost{false};
   EngineWith with = with_arena();
-  with.lost = &lost;
-  on_threads(2, [&](int rank, Store& store) {
-    GpuRank r(rank, 2, store, with);
-    r.meet("made");
-    lost = true;
-    r.engine.abort("fused: enough");
-    r.engine.close();
-  });
-  CHECK_EQ(hooks().calls("ncclCommWindowDeregister"), 0u);
-  CHECK_EQ(hooks().now().bad_handles, 0u);
-}
-
-// A start that ends while a call of its own is inside NCCL: that may still write
-// to the arena.
-TEST(cuda_teardown_start_left_inside_nccl) {
-  const Clean clean;
-  static std::mutex mutex;
-  static std::vector<void*> arenas;
-  NcclApi nccl = fake_gpu::nccl();
-  nccl.mem_alloc = [](void** memory, size_t bytes) {
-    const NcclResult result = fake_gpu::nccl().mem_alloc(memory, bytes);
-    const std::lock_guard<std::mutex> lock(mutex);
-    arenas.push_back(*memory);
-    return result;
-  };
-  EngineWith with = with_arena();
-  with.nccl = &nccl;
+  with.reach = Reach::kNever;
   with.deadline = milliseconds(500);
-  hooks().fail_rank("ncclCommWindowRegister", 0, 1, fake::kHang);
   on_threads(2, [&](int rank, Store& store) {
-    bool left_behind = false;
-    try {
-      GpuRank r(rank, 2, store, with);
-    } catch (const CallLeftBehind& error) {
-      left_behind = error.kind() == ErrorKind::kTimeout;
-    }
-    CHECK(left_behind);
+    expect_error(
+        ErrorKind::kTimeout,
+        {"the rendezvous of symmetric memory of a group did not end"},
+        [&] { GpuRank r(rank, 2, store, with); });
   });
-  CHECK_EQ(hooks().calls("ncclMemFree"), 0u);
+  CHECK_EQ(SharedBlocks::alive, 0);
   CHECK_EQ(hooks().now().bad_handles, 0u);
-  CHECK_EQ(arenas.size(), 2u);
-  for (void* arena : arenas) {
-    CHECK_EQ(fake_gpu::nccl().mem_free(arena), 0);
-  }
 }
 
-// Likewise inside the ring's: that launches on the engine's stream when it goes
+// A start that ends while a call of its own is inside the ring: that launches on the engine's stream when it goes
 // on, in a communicator that lives for it.
 TEST(cuda_teardown_start_left_inside_the_ring) {
   if (kOnlyThreads) {
@@ -416,32 +364,6 @@ TEST(cuda_teardown_start_left_inside_the_ring) {
     CHECK_EQ(hooks().now().bad_handles, 0u);
     store.meet("end", 2);
   });
-}
-
-// No peer access, or NCCL_CUMEM_ENABLE=0: windows are not what the device API
-// needs.
-TEST(cuda_teardown_no_symmetric_support) {
-  const Clean clean("FUSEDPG_FAKE_NO_SYMMETRIC", "1");
-  for (const int version : {22809, 22907}) {
-    setenv("FUSEDPG_FAKE_NCCL_VERSION", std::to_string(version).c_str(), 1);
-    NcclApi nccl = fake_gpu::nccl();
-    nccl.version = version;
-    EngineWith with = with_arena();
-    with.nccl = &nccl;
-    with_gpus(
-        2,
-        [](GpuRank& r) {
-          CHECK(r.engine.arena() == nullptr);
-          GpuTraining training(r, adam(), kSingles, {3000});
-          training.load();
-          training.step();
-          training.check();
-          CHECK_EQ(std::string(r.engine.path_of_last_step()), "stock");
-        },
-        with);
-  }
-  unsetenv("FUSEDPG_FAKE_NCCL_VERSION");
-  CHECK_EQ(hooks().now().bad_handles, 0u);
 }
 
 // What kernels may use is never freed if they do not come to an end.

@@ -183,7 +183,7 @@ void Comm::execute(const Collective& c) {
   auto* dst = static_cast<char*>(c.dst);
   const size_t most = kSlotBytes / bytes / blocks;
   Announcement announcement{};
-  announcement.common = {
+  announcement = {
       executed.sequence,
       0,
       c.count,
@@ -218,10 +218,10 @@ void Comm::execute(const Collective& c) {
             part * bytes);
       }
     };
-    if (!exchange(kStreamChannel, announcement, publish, consume)) {
+    if (!exchange(announcement, publish, consume)) {
       break;
     }
-    ++announcement.common.part;
+    ++announcement.part;
   }
   end();
 }

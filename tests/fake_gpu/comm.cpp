@@ -20,11 +20,6 @@ namespace {
 // For others to see kNcclInProgress at least once.
 constexpr std::chrono::microseconds kBackgroundDelay{500};
 
-// Since when a window without symmetric support is null, and when the end of a
-// communicator unmaps what was not deregistered.
-constexpr int kNullWindows = 22900;
-constexpr int kUnmapsWindows = 22907;
-
 // The device on which a job of a communicator runs.
 class OnDevice {
  public:
@@ -40,20 +35,18 @@ class OnDevice {
   const int before_;
 };
 
-std::string shown(const Announcement::Common& a) {
+std::string shown(const Announcement& a) {
   static constexpr const char* kNames[kOps] = {
       "all_reduce",
       "reduce_scatter",
       "all_to_all",
       "all_gather",
+      "exchange",
       "direct_step",
       "broadcast"};
   std::ostringstream out;
-  out << (a.op == kWindowOp        ? "window"
-              : a.op == kDevCommOp ? "dev_comm"
-                                   : kNames[a.op])
-      << " #" << a.sequence << " of count " << a.count << " type " << a.type
-      << " op " << a.red_op << " part " << a.part;
+  out << kNames[a.op] << " #" << a.sequence << " of count " << a.count
+      << " type " << a.type << " op " << a.red_op << " part " << a.part;
   return out.str();
 }
 
@@ -66,10 +59,6 @@ bool reached(const std::atomic<uint32_t>& a, uint32_t b) {
 
 int nccl_version() {
   return static_cast<int>(from_environment("FUSEDPG_FAKE_NCCL_VERSION", 22809));
-}
-
-bool symmetric_support() {
-  return from_environment("FUSEDPG_FAKE_NO_SYMMETRIC", 0) == 0;
 }
 
 Comm::Comm(const NcclUniqueId& id, int rank, int size, bool blocking)
@@ -198,17 +187,13 @@ int Comm::enqueue(void* stream, std::function<void()> work, int device) {
       stream, [token, work = std::move(work)] { work(); }, device, &order_);
 }
 
-bool Comm::begin(
-    Executed& executed,
-    uint64_t bytes,
-    uint64_t& sequence,
-    bool direct) {
+bool Comm::begin(Executed& executed, uint64_t bytes, uint64_t& sequence) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (aborted_ && !direct) {
+    if (aborted_) {
       return false;
     }
-    running_ += direct ? 0 : 1;
+    ++running_;
     executed.sequence = sequence++;
   }
   executed.communicator = identity();
@@ -216,63 +201,57 @@ bool Comm::begin(
   const int stall = calls().begin(executed, bytes);
   if (stall > 0) {
     const Deadline until{std::chrono::milliseconds(stall)};
-    segment_->wait(
-        [&] { return until.expired(); },
-        [this, direct] { return gone() && !direct; });
+    segment_->wait([&] { return until.expired(); }, [this] { return gone(); });
   }
   return true;
 }
 
-void Comm::end(bool direct) {
+void Comm::end() {
   calls().end();
   const std::lock_guard<std::mutex> lock(mutex_);
-  running_ -= direct ? 0 : 1;
+  --running_;
   changed_.notify_all();
 }
 
 bool Comm::exchange(
-    int channel,
     const Announcement& announcement,
     const std::function<void()>& publish,
-    const std::function<void()>& consume,
-    std::function<bool()> stopped) {
-  if (!stopped) {
-    stopped = [this] { return gone(); };
-  }
+    const std::function<void()>& consume) {
+  const auto aborted = [this] { return gone(); };
   SegmentHeader& header = segment_->header();
-  const auto all = [&](std::atomic<uint32_t> SegmentHeader::Lane::* counter,
+  const auto all = [&](std::atomic<uint32_t> SegmentHeader::Rank::* counter,
                        uint32_t value) {
     return segment_->wait(
         [&] {
           for (int r = 0; r < size; ++r) {
-            if (!reached(header.ranks[r].lanes[channel].*counter, value)) {
+            if (!reached(header.ranks[r].*counter, value)) {
               return false;
             }
           }
           return true;
         },
-        stopped);
+        aborted);
   };
-  SegmentHeader::Lane& own = header.ranks[rank].lanes[channel];
+  SegmentHeader::Rank& own = header.ranks[rank];
   const uint32_t before = own.posted;
-  if (!all(&SegmentHeader::Lane::taken, before)) {
+  if (!all(&SegmentHeader::Rank::taken, before)) {
     return false;
   }
   own.announcement = announcement;
   publish();
   own.posted = before + 1;
   segment_->ring();
-  if (!all(&SegmentHeader::Lane::posted, before + 1)) {
+  if (!all(&SegmentHeader::Rank::posted, before + 1)) {
     return false;
   }
   for (int r = 0; r < size; ++r) {
-    const Announcement::Common& other = announced(channel, r).common;
-    if (other != announcement.common) {
+    const Announcement& other = header.ranks[r].announcement;
+    if (other != announcement) {
       calls().mistake(
           calls().mismatches,
-          "rank " + std::to_string(rank) + ": " + shown(announcement.common) +
+          "rank " + std::to_string(rank) + ": " + shown(announcement) +
               "; rank " + std::to_string(r) + ": " + shown(other));
-      segment_->wait([] { return false; }, stopped);
+      segment_->wait([] { return false; }, aborted);
       return false;
     }
   }
@@ -280,158 +259,6 @@ bool Comm::exchange(
   own.taken = before + 1;
   segment_->ring();
   return true;
-}
-
-int Comm::claim_direct_channel() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  const int channel = kFirstDirectChannel + direct_channels_;
-  if (channel >= kChannels) {
-    return -1;
-  }
-  ++direct_channels_;
-  return channel;
-}
-
-// --- windows -----------------------------------------------------------------
-
-Window::Window() {
-  ++alive().windows;
-}
-
-Window::~Window() {
-  --alive().windows;
-}
-
-void Window::unmap() {
-  unmapped = true;
-  if (kernels != 0) {
-    calls().bad_handle(0, "a window is unmapped under a kernel");
-  }
-}
-
-NcclResult Comm::register_window(
-    void* memory,
-    size_t bytes,
-    NcclWindow* window,
-    int flags) {
-  *window = nullptr;
-  if (!symmetric_support()) {
-    if (nccl_version() < kNullWindows) {
-      *window = nccl_handle();
-      const std::lock_guard<std::mutex> lock(mutex_);
-      legacy_.insert(*window);
-    }
-    return kNcclSuccess;
-  }
-  return perform(
-      coin(), [=, this] { return make_window(memory, bytes, window, flags); });
-}
-
-NcclResult Comm::make_window(
-    void* memory,
-    size_t bytes,
-    NcclWindow* window,
-    int flags) {
-  auto made = std::make_shared<Window>();
-  made->own = fake::memory().shared_holding(memory, bytes);
-  made->bytes = bytes;
-  if (made->own == nullptr) {
-    calls().bad_handle(0, "a window over memory that is not of ncclMemAlloc");
-    return kNcclInvalidUsage;
-  }
-  const std::lock_guard<std::mutex> lock(host_);
-  Announcement announcement{};
-  announcement.common = {
-      next_host_sequence_++, 0, bytes, kWindowOp, flags, 0, 0};
-  const auto* data = static_cast<char*>(memory);
-  announcement.own = {
-      bytes,
-      reinterpret_cast<uint64_t>(memory),
-      static_cast<uint64_t>(data - made->own->mapping.data()),
-      made->own->file.number(),
-      getpid()};
-  bool mapped = true;
-  const auto map = [&] {
-    for (int r = 0; r < size; ++r) {
-      const Announcement::Window& peer = announced(kHostChannel, r).own;
-      if (peer.pid == getpid()) {
-        made->bases.push_back(reinterpret_cast<char*>(peer.address));
-        continue;
-      }
-      made->mappings.push_back(
-          std::make_unique<Mapping>(
-              open_shared_file(peer.pid, peer.file), peer.offset + peer.bytes));
-      mapped = mapped && made->mappings.back()->data() != nullptr;
-      made->bases.push_back(made->mappings.back()->data() + peer.offset);
-    }
-  };
-  // The second one lets nobody free memory that others have yet to map.
-  const bool met = exchange(kHostChannel, announcement, [] {}, map);
-  ++announcement.common.part;
-  if (!met || !exchange(kHostChannel, announcement, [] {}, [] {})) {
-    return kNcclInternalError;
-  }
-  if (!mapped) {
-    return kNcclSystemError;
-  }
-  *window = nccl_handle();
-  const std::lock_guard<std::mutex> map_lock(mutex_);
-  windows_.emplace(*window, std::move(made));
-  return kNcclSuccess;
-}
-
-NcclResult Comm::deregister_window(NcclWindow window) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  const auto found = windows_.find(window);
-  if (found != windows_.end()) {
-    found->second->unmap();
-    windows_.erase(found);
-  } else if (legacy_.erase(window) == 0) {
-    calls().bad_handle(0, "no such window");
-    return kNcclInvalidArgument;
-  }
-  return kNcclSuccess;
-}
-
-bool Comm::is_legacy(NcclWindow window) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return legacy_.count(window) != 0;
-}
-
-std::shared_ptr<Window> Comm::window(NcclWindow window) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  const auto found = windows_.find(window);
-  return found == windows_.end() ? nullptr : found->second;
-}
-
-NcclResult Comm::create_dev_comm(bool multimem, ncclDevComm* made) {
-  if (!symmetric_support()) {
-    return kNcclInvalidUsage;
-  }
-  return perform(coin(), [=, this] {
-    const std::lock_guard<std::mutex> lock(host_);
-    Announcement announcement{};
-    announcement.common = {
-        next_host_sequence_++, 0, multimem, kDevCommOp, 0, 0, 0};
-    if (!exchange(kHostChannel, announcement, [] {}, [] {})) {
-      return kNcclInternalError;
-    }
-    if (multimem && from_environment("FUSEDPG_FAKE_MULTIMEM", 1) == 0) {
-      // As NCCL 2.28: the communicator stays in this state.
-      state_ = kNcclUnhandledCudaError;
-      return kNcclUnhandledCudaError;
-    }
-    made->lsaMultimem.mcBasePtr = multimem ? kMulticast : nullptr;
-    const std::lock_guard<std::mutex> map_lock(mutex_);
-    ++dev_comms_;
-    return kNcclSuccess;
-  });
-}
-
-NcclResult Comm::destroy_dev_comm() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  --dev_comms_;
-  return kNcclSuccess;
 }
 
 // --- the end -----------------------------------------------------------------
@@ -456,15 +283,6 @@ NcclResult Comm::finalize() {
 
 void Comm::destroy() {
   wait_outstanding();
-  if (nccl_version() < kUnmapsWindows) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    for (const auto& [ignored, window] : windows_) {
-      leaked().add(window);
-    }
-    for (; dev_comms_ > 0; --dev_comms_) {
-      leaked().add(std::make_shared<Window>());
-    }
-  }
   abort();
 }
 
@@ -485,13 +303,8 @@ void Comm::abort() {
   if (segment != nullptr) {
     segment->ring();
   }
-  std::map<void*, std::shared_ptr<Window>> windows;
   std::unique_lock<std::mutex> lock(mutex_);
   changed_.wait(lock, [this] { return running_ == 0 && persistent_ == 0; });
-  windows.swap(windows_);
-  for (const auto& [ignored, window] : windows) {
-    window->unmap();
-  }
 }
 
 // --- handles -----------------------------------------------------------------

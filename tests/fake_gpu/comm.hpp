@@ -7,20 +7,14 @@
 #include <memory>
 #include <mutex>
 #include <random>
-#include <set>
 #include <vector>
 
 #include "calls.hpp"
 #include "fifo.hpp"
-#include "nccl_device.h"
 #include "segment.hpp"
 #include "streams.hpp"
 
 namespace fusedpg::fake {
-
-// Announcement::op of what is no operation on a stream.
-constexpr int32_t kWindowOp = -1;
-constexpr int32_t kDevCommOp = -2;
 
 struct Collective {
   Op op;
@@ -29,23 +23,6 @@ struct Collective {
   size_t count; // as NCCL's functions take it
   cuda::NcclDataType type;
   NcclRedOp red_op; // of a broadcast: the root
-};
-
-// A rank's memory that all ranks see.
-struct Window {
-  Window();
-  Window(const Window&) = delete;
-  ~Window();
-
-  std::shared_ptr<SharedMemory> own;
-  std::vector<std::unique_ptr<Mapping>> mappings; // of other processes
-  std::vector<char*> bases; // by rank
-  size_t bytes = 0;
-
-  // NCCL unmaps it, whatever kernels do. Here it stays, and they are noted.
-  void unmap();
-  std::atomic<bool> unmapped{false};
-  std::atomic<int> kernels{0}; // that run in it
 };
 
 // One rank of a communicator.
@@ -62,13 +39,6 @@ class Comm : public std::enable_shared_from_this<Comm> {
       const cuda::RingUpdate* update,
       int how,
       void* stream);
-  cuda::NcclResult register_window(
-      void* memory,
-      size_t bytes,
-      cuda::NcclWindow* window,
-      int flags);
-  cuda::NcclResult deregister_window(cuda::NcclWindow window);
-  cuda::NcclResult create_dev_comm(bool multimem, ncclDevComm* made);
   cuda::NcclResult finalize();
   void destroy(); // waits for outstanding work
   void abort();
@@ -80,39 +50,24 @@ class Comm : public std::enable_shared_from_this<Comm> {
     return initialized_;
   }
 
-  std::shared_ptr<Window> window(cuda::NcclWindow window);
-  // A channel that no other caller has; collective.
-  int claim_direct_channel();
   // Enqueues work that takes part in an operation of all ranks. It runs after
   // what was enqueued before, whichever stream that is on.
   int enqueue(void* stream, std::function<void()> work, int device);
   // Meets all ranks: `publish` runs when the slot may be written, `consume`
   // when all ranks have published. Ranks that do not agree hang, as with NCCL.
-  // False when aborted, or if given, when `stopped` is true instead.
+  // False when aborted.
   bool exchange(
-      int channel,
       const Announcement& announcement,
       const std::function<void()>& publish,
-      const std::function<void()>& consume,
-      std::function<bool()> stopped = {});
+      const std::function<void()>& consume);
   // The beginning and the end of an operation of a sequence; begin() is false
-  // when it must not run. Kernels of the direct path are not NCCL's: an abort
-  // neither stops them nor waits for them.
-  bool begin(
-      Executed& executed,
-      uint64_t bytes,
-      uint64_t& sequence,
-      bool direct = false);
-  void end(bool direct = false);
+  // when it must not run.
+  bool begin(Executed& executed, uint64_t bytes, uint64_t& sequence);
+  void end();
 
-  const Announcement& announced(int channel, int rank) const {
-    return segment_->header().ranks[rank].lanes[channel].announcement;
-  }
   uint64_t identity() const;
   bool coin(); // whether to return kNcclInProgress this time
   void wait_aborted();
-  bool is_legacy(cuda::NcclWindow window);
-  cuda::NcclResult destroy_dev_comm();
 
   const int rank;
   const int size;
@@ -123,11 +78,6 @@ class Comm : public std::enable_shared_from_this<Comm> {
     return aborted_;
   }
   cuda::NcclResult meet();
-  cuda::NcclResult make_window(
-      void* memory,
-      size_t bytes,
-      cuda::NcclWindow* window,
-      int flags);
   cuda::NcclResult wait_outstanding();
   // Runs `job` now, or in the background while ready() says kNcclInProgress.
   cuda::NcclResult perform(
@@ -157,15 +107,9 @@ class Comm : public std::enable_shared_from_this<Comm> {
   std::mt19937 random_;
   std::mutex ordering_; // of order_
   Record order_;
-  std::map<void*, std::shared_ptr<Window>> windows_;
-  std::set<void*> legacy_; // of a communicator without symmetric support
-  int dev_comms_ = 0;
-  int direct_channels_ = 0;
 
   std::mutex executing_; // collectives of one communicator do not overlap
   uint64_t next_sequence_ = 0;
-  std::mutex host_; // nor do registrations
-  uint64_t next_host_sequence_ = 0;
   std::unique_ptr<Fifo> jobs_;
 };
 
@@ -188,42 +132,8 @@ inline Comms& comms() {
   return global<Comms>();
 }
 
-// In all communicators; for Stats.
-struct Alive {
-  std::atomic<uint64_t> windows{0};
-  std::atomic<uint64_t> direct_contexts{0};
-};
-inline Alive& alive() {
-  return global<Alive>();
-}
-
-// What NCCL before 2.29.7 leaves mapped when a communicator is destroyed.
-class Leaked {
- public:
-  void add(std::shared_ptr<Window> window) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    windows_.push_back(std::move(window));
-  }
-  void forget() {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    windows_.clear();
-  }
-
- private:
-  std::mutex mutex_;
-  std::vector<std::shared_ptr<Window>> windows_;
-};
-inline Leaked& leaked() {
-  return global<Leaked>();
-}
-
-// FUSEDPG_FAKE_NCCL_VERSION, FUSEDPG_FAKE_NO_SYMMETRIC.
+// FUSEDPG_FAKE_NCCL_VERSION.
 int nccl_version();
-bool symmetric_support();
-
-// Where multicast addresses of all windows begin: nothing can be there.
-inline char* const kMulticast =
-    reinterpret_cast<char*>(uintptr_t{0xfeed} << 48);
 
 // Handles of NCCL that no pointer equals.
 void* nccl_handle();

@@ -1,13 +1,14 @@
 // The fake's runtime of CUDA, and its CudaApi: the one of csrc/cuda/kernels,
 // whose calls are counted and may fail.
 
+#include <chrono>
 #include <cstring>
+#include <thread>
 #include <utility>
 
 #include "calls.hpp"
 #include "comm.hpp"
 #include "cuda_runtime.h"
-#include "direct.hpp"
 #include "image.hpp"
 #include "memory.hpp"
 #include "streams.hpp"
@@ -234,12 +235,32 @@ struct Faulty<kMember> {
   }
 };
 
+// A kernel that waits for other ranks' kernels: an operation of those that
+// fusedpg_fake_stall() counts. In so few blocks that each has several tiles.
+template <Op op, auto kKernel, typename Args>
+int among_ranks(const Args* args, Stream stream) {
+  return streams().enqueue(
+      stream,
+      [copied = *args] {
+        const PeerAccess& peers = copied.peers;
+        const int stall =
+            calls().begin({0, peers.sequence, 0, op, peers.rank}, 0);
+        std::this_thread::sleep_for(std::chrono::milliseconds(stall));
+        const simt::AtOnce scope(
+            static_cast<unsigned>(from_environment("FUSEDPG_FAKE_BLOCKS", 3)));
+        if ((fusedpg_kernels_api()->*kKernel)(&copied, nullptr) != kSuccess) {
+          calls().bad_handle(0, "arguments that the direct path refuses");
+        }
+        calls().end();
+      },
+      current_device());
+}
+
 struct Table : CudaApi {
   Table() : CudaApi(*fusedpg_kernels_api()) {
     name = "fake";
-    CudaApi::direct_create = fake::direct_create;
-    CudaApi::direct_destroy = fake::direct_destroy;
-    CudaApi::direct_step = fake::direct_step;
+    CudaApi::exchange = among_ranks<kExchange, &CudaApi::exchange>;
+    CudaApi::direct_step = among_ranks<kDirectStep, &CudaApi::direct_step>;
 #define FUSEDPG_FAULTY(member) wrap<&CudaApi::member>(#member)
     FUSEDPG_FAULTY(device_count);
     FUSEDPG_FAULTY(get_device);
@@ -271,8 +292,7 @@ struct Table : CudaApi {
     FUSEDPG_FAULTY(program_load);
     FUSEDPG_FAULTY(program_unload);
     FUSEDPG_FAULTY(program_launch);
-    FUSEDPG_FAULTY(direct_create);
-    FUSEDPG_FAULTY(direct_destroy);
+    FUSEDPG_FAULTY(exchange);
     FUSEDPG_FAULTY(direct_step);
 #undef FUSEDPG_FAULTY
   }
@@ -296,8 +316,6 @@ FUSEDPG_FAKE_EXPORT void fusedpg_fake_stats(Stats* stats) {
   streams().fill(*stats);
   memory().fill(*stats);
   stats->communicators = comms().size();
-  stats->windows = alive().windows;
-  stats->direct_contexts = alive().direct_contexts;
   stats->modules = loaded_modules();
   calls().fill(*stats);
 }
@@ -307,10 +325,8 @@ FUSEDPG_FAKE_EXPORT uint64_t fusedpg_fake_reset() {
   Stats s{};
   fusedpg_fake_stats(&s);
   calls().reset(); // after stats, which look at freed memory
-  leaked().forget();
-  return s.device_allocations + s.host_allocations + s.nccl_allocations +
-      s.streams + s.events + s.graphs + s.communicators + s.windows +
-      s.direct_contexts + s.modules;
+  return s.device_allocations + s.host_allocations + s.streams + s.events +
+      s.graphs + s.communicators + s.modules;
 }
 
 } // namespace fusedpg::fake

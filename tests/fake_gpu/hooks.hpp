@@ -23,14 +23,10 @@ struct Stats {
   uint64_t device_allocations;
   uint64_t host_bytes;
   uint64_t host_allocations;
-  uint64_t nccl_bytes; // of ncclMemAlloc
-  uint64_t nccl_allocations;
   uint64_t streams; // without the default ones
   uint64_t events;
   uint64_t graphs;
   uint64_t communicators;
-  uint64_t windows;
-  uint64_t direct_contexts;
   uint64_t modules;
   // Since the last reset.
   uint64_t work; // kernels, copies and collectives that ended
@@ -52,6 +48,7 @@ enum Op : int32_t {
   kReduceScatter,
   kAllToAll,
   kAllGather,
+  kExchange, // of the direct path
   kDirectStep,
   kBroadcast,
   kOps
@@ -109,7 +106,7 @@ struct Hooks {
 
   // Ends the default streams (waits for their work), forgets counts, the order
   // log and faults, and reads the environment again. Returns how many streams,
-  // events, graphs, communicators, windows and allocations are still alive.
+  // events, graphs, communicators and allocations are still alive.
   uint64_t (*reset)() = nullptr;
 
   explicit Hooks(const char* path)

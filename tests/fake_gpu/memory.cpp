@@ -1,13 +1,8 @@
 #include "memory.hpp"
 
-#include <fcntl.h>
-#include <sys/mman.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
-#include <string>
 
 #include "calls.hpp"
 #include "streams.hpp"
@@ -18,11 +13,7 @@ namespace {
 
 // NaN in every floating-point type.
 constexpr int kPoison = 0xff;
-// Beyond this an arena would cost more memory than the test uses.
-constexpr size_t kPoisonedShared = size_t(32) << 20;
-constexpr size_t kPoisonedTail = size_t(1) << 20;
 constexpr size_t kAlignment = 512;
-constexpr size_t kKeptUnshared = 8;
 
 // A sanitizer sees the use of freed memory itself.
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
@@ -32,44 +23,6 @@ constexpr size_t kKeptFreed = size_t(64) << 20;
 #endif
 
 } // namespace
-
-Descriptor& Descriptor::operator=(Descriptor&& other) noexcept {
-  std::swap(number_, other.number_);
-  return *this;
-}
-
-Descriptor::~Descriptor() {
-  if (valid()) {
-    close(number_);
-  }
-}
-
-Descriptor make_shared_file(size_t bytes) {
-  Descriptor file(memfd_create("fusedpg_fake", MFD_CLOEXEC));
-  if (file.valid() &&
-      ftruncate(file.number(), static_cast<off_t>(bytes)) != 0) {
-    return Descriptor();
-  }
-  return file;
-}
-
-Descriptor open_shared_file(pid_t owner, int number) {
-  const std::string path =
-      "/proc/" + std::to_string(owner) + "/fd/" + std::to_string(number);
-  return Descriptor(open(path.c_str(), O_RDWR | O_CLOEXEC));
-}
-
-Mapping::Mapping(const Descriptor& file, size_t bytes) : bytes_(bytes) {
-  void* data = mmap(
-      nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file.number(), 0);
-  data_ = data == MAP_FAILED ? nullptr : static_cast<char*>(data);
-}
-
-Mapping::~Mapping() {
-  if (data_ != nullptr) {
-    munmap(data_, bytes_);
-  }
-}
 
 void Memory::Deleter::operator()(void* memory) const {
   std::free(memory);
@@ -173,57 +126,6 @@ int Memory::host_release(void* memory) {
       : calls().bad_handle(kInvalidValue, "no such host memory to release");
 }
 
-bool Memory::share(void** memory, size_t bytes) {
-  auto made = std::make_shared<SharedMemory>(std::max<size_t>(bytes, 1));
-  if (made->mapping.data() == nullptr) {
-    return false;
-  }
-  char* data = made->mapping.data();
-  std::memset(data, kPoison, std::min(bytes, kPoisonedShared));
-  const size_t tail = std::min(bytes, kPoisonedTail);
-  std::memset(data + bytes - tail, kPoison, tail);
-  *memory = made->mapping.data();
-  const std::lock_guard<std::mutex> lock(mutex_);
-  shared_.emplace(*memory, std::move(made));
-  return true;
-}
-
-bool Memory::unshare(void* memory) {
-  std::shared_ptr<SharedMemory> ending;
-  const std::lock_guard<std::mutex> lock(mutex_);
-  const auto found = shared_.find(memory);
-  if (found == shared_.end()) {
-    calls().bad_handle(0, "no such memory for ncclMemFree");
-    return false;
-  }
-  ending = std::move(found->second);
-  shared_.erase(found);
-  if (ending.use_count() > 1) {
-    calls().bad_handle(0, "ncclMemFree of memory that is still in a window");
-  }
-  // Peers have it mapped for themselves, and their kernels may still store to
-  // it. Those of this process have only this mapping.
-  unshared_.push_back(std::move(ending));
-  if (unshared_.size() > kKeptUnshared) {
-    unshared_.pop_front();
-  }
-  return true;
-}
-
-std::shared_ptr<SharedMemory> Memory::shared_holding(
-    const void* memory,
-    size_t bytes) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  const auto* begin = static_cast<const char*>(memory);
-  for (const auto& [ignored, block] : shared_) {
-    const char* data = block->mapping.data();
-    if (begin >= data && begin + bytes <= data + block->mapping.bytes()) {
-      return block;
-    }
-  }
-  return nullptr;
-}
-
 void Memory::fill(Stats& stats) {
   const std::lock_guard<std::mutex> lock(mutex_);
   for (; !freed_.empty(); freed_.pop_front()) {
@@ -232,15 +134,11 @@ void Memory::fill(Stats& stats) {
   freed_bytes_ = 0;
   stats.device_allocations = device_.size();
   stats.host_allocations = host_.size();
-  stats.nccl_allocations = shared_.size();
   for (const auto& [ignored, block] : device_) {
     stats.device_bytes += block.bytes;
   }
   for (const auto& [ignored, block] : host_) {
     stats.host_bytes += block.bytes;
-  }
-  for (const auto& [ignored, block] : shared_) {
-    stats.nccl_bytes += block->mapping.bytes();
   }
 }
 

@@ -22,10 +22,6 @@ constexpr std::chrono::microseconds kAsking{100};
 constexpr unsigned kConfigMagic = 0xcafebeef;
 constexpr unsigned kSimInfoMagic = 0x74685283;
 
-// Since when it has what.
-constexpr int kWindows = 22700;
-constexpr int kDeviceApi = 22800;
-
 // Counts the call, makes its fault, finds the communicator and calls `body`.
 template <typename Body>
 NcclResult with_comm(const char* function, NcclComm handle, Body&& body) {
@@ -321,75 +317,6 @@ FUSEDPG_FAKE_EXPORT NcclResult ncclFusedpgReduceScatterUpdate(
           stream);
     });
   });
-}
-
-FUSEDPG_FAKE_EXPORT NcclResult ncclMemAlloc(void** out, size_t bytes) {
-  const NcclResult fault = faulty("ncclMemAlloc");
-  if (fault == kNcclSuccess && !memory().share(out, bytes)) {
-    return kNcclUnhandledCudaError; // no memory
-  }
-  return fault;
-}
-
-FUSEDPG_FAKE_EXPORT NcclResult ncclMemFree(void* shared) {
-  const NcclResult fault = faulty("ncclMemFree");
-  if (fault == kNcclSuccess && shared != nullptr && !memory().unshare(shared)) {
-    return kNcclInvalidArgument;
-  }
-  return fault;
-}
-
-FUSEDPG_FAKE_EXPORT NcclResult ncclCommWindowRegister(
-    NcclComm handle,
-    void* data,
-    size_t bytes,
-    NcclWindow* window,
-    int flags) {
-  return with_comm("ncclCommWindowRegister", handle, [&](Comm& comm) {
-    const NcclResult ready = comm.ready();
-    if (ready != kNcclSuccess || nccl_version() < kWindows) {
-      return ready != kNcclSuccess ? ready : kNcclInvalidUsage;
-    }
-    return comm.register_window(data, bytes, window, flags);
-  });
-}
-
-FUSEDPG_FAKE_EXPORT NcclResult
-ncclCommWindowDeregister(NcclComm handle, NcclWindow window) {
-  return with_comm("ncclCommWindowDeregister", handle, [&](Comm& comm) {
-    return nccl_version() < kWindows ? kNcclInvalidUsage
-                                     : comm.deregister_window(window);
-  });
-}
-
-FUSEDPG_FAKE_EXPORT NcclResult ncclDevCommCreate(
-    NcclComm handle,
-    const ncclDevCommRequirements* wanted,
-    ncclDevComm* made) {
-  return with_comm("ncclDevCommCreate", handle, [&](Comm& comm) {
-    const NcclResult ready = comm.ready();
-    if (ready != kNcclSuccess || nccl_version() < kDeviceApi) {
-      return ready != kNcclSuccess ? ready : kNcclInvalidUsage;
-    }
-    return comm.create_dev_comm(wanted->lsaMultimem, made);
-  });
-}
-
-FUSEDPG_FAKE_EXPORT NcclResult
-ncclDevCommDestroy(NcclComm handle, const void* /*dev_comm*/) {
-  return with_comm("ncclDevCommDestroy", handle, [](Comm& comm) {
-    return comm.destroy_dev_comm();
-  });
-}
-
-FUSEDPG_FAKE_EXPORT ncclTeam_t ncclTeamLsa(NcclComm handle) {
-  const std::shared_ptr<Comm> comm = comms().find(handle);
-  calls().enter("ncclTeamLsa");
-  // FUSEDPG_FAKE_NO_LSA: as if each rank were alone on its machine.
-  const bool alone = from_environment("FUSEDPG_FAKE_NO_LSA", 0) != 0;
-  return comm == nullptr ? ncclTeam_t{0, 0, 0}
-      : alone            ? ncclTeam_t{1, 0, 1}
-                         : ncclTeam_t{comm->size, comm->rank, 1};
 }
 
 } // namespace fusedpg::fake

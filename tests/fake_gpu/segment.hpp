@@ -8,52 +8,36 @@
 #include <functional>
 #include <memory>
 
-#include "memory.hpp"
+#include "global.hpp"
 #include "nccl_functions.hpp"
+#include "shared_file.hpp"
 
 namespace fusedpg::fake {
 
 constexpr int kMaxRanks = 64;
 constexpr size_t kSlotBytes = size_t(256) << 10;
 
-// What a rank tells of the operation it takes part in; all but `own` must be
-// the same on all ranks.
+// What a rank tells of the operation it takes part in: the same on all ranks.
 struct Announcement {
-  struct Common {
-    uint64_t sequence;
-    uint64_t part; // of the operation, which may be larger than a slot
-    uint64_t count;
-    int32_t op;
-    int32_t type;
-    int32_t red_op;
-    int32_t unused;
-    bool operator==(const Common&) const = default;
-  } common;
-  struct Window {
-    uint64_t bytes;
-    uint64_t address; // in its process
-    uint64_t offset; // in the file
-    int32_t file;
-    int32_t pid;
-  } own;
+  uint64_t sequence;
+  uint64_t part; // of the operation, which may be larger than a slot
+  uint64_t count;
+  int32_t op;
+  int32_t type;
+  int32_t red_op;
+  int32_t unused;
+  bool operator==(const Announcement&) const = default;
 };
-
-// Operations of different channels do not wait for each other.
-enum Channel { kStreamChannel = 0, kHostChannel, kFirstDirectChannel };
-constexpr int kChannels = 8;
 
 // The memory that the ranks of a communicator share. Ranks of one process share
 // one mapping of it, so that a thread sanitizer sees what orders them.
 struct SegmentHeader {
-  struct Lane {
-    std::atomic<uint32_t> posted; // parts announced
-    std::atomic<uint32_t> taken; // parts of all ranks that were read
-    Announcement announcement;
-  };
   struct Rank {
     std::atomic<uint32_t> claimed;
     std::atomic<int32_t> pid;
-    Lane lanes[kChannels];
+    std::atomic<uint32_t> posted; // parts announced
+    std::atomic<uint32_t> taken; // parts of all ranks that were read
+    Announcement announcement;
   };
   uint64_t nonce;
   std::atomic<uint32_t> size;

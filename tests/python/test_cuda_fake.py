@@ -141,9 +141,17 @@ def direct(**more: str) -> dict[str, Any]:
     return options
 
 
+def reaching(size: int, **more: str) -> harness.Workers:
+    """Ranks that reach each other's memory, with an arena."""
+    gpus = harness.pool(size, **direct(**more))
+    gpus.run(cuda_fake.with_symmetric_memory)
+    return gpus
+
+
+@pytest.mark.parametrize("kind", ["", "multicast"])
 @pytest.mark.parametrize("size", [2, 3])
-def test_direct_path(size: int) -> None:
-    gpus = connected(size, direct())
+def test_direct_path(size: int, kind: str) -> None:
+    gpus = reaching(size, FUSEDPG_FAKE_SYMM_MEM=kind)
     for op in ("sgd", "adam", "adamw"):
         for variant in ("plain", "weighted", "scaled", "tensor lr", "types mixed"):
             run = Run(op, memory="arena", **VARIANTS[variant])
@@ -155,7 +163,7 @@ def test_direct_path(size: int) -> None:
 
 
 def test_direct_path_under_ddp() -> None:
-    gpus = connected(2, direct())
+    gpus = reaching(2)
     run = optim.Run("AdamW", "overlap", steps=10)
     for options in ({}, {"gradient_as_bucket_view": True}):
         agree(gpus.run(optim.parity, dataclasses.replace(run, ddp=options)))
@@ -164,14 +172,16 @@ def test_direct_path_under_ddp() -> None:
 
 
 def test_direct_path_needs_all_tensors_in_the_arena() -> None:
-    gpus = connected(2, direct())
+    gpus = reaching(2)
     agree(gpus.run(fused_ops.parity, Run("adamw", memory="mixed")))
     assert {info["cuda_path"] for info in gpus.run(cuda_fake.info)} == {"stock"}
 
 
-def test_direct_path_falls_back() -> None:
-    with harness.Workers(2, **direct(FUSEDPG_FAKE_NO_LSA="1")) as gpus:
-        gpus.run(cuda_fake.with_communicator)
+@pytest.mark.parametrize("why", ["no such memory", "apart", "fails"])
+def test_direct_path_falls_back(why: str) -> None:
+    with harness.Workers(2, **direct(FUSEDPG_FAKE_SYMM_MEM=why)) as gpus:
+        if why != "no such memory":
+            gpus.run(cuda_fake.with_symmetric_memory)
         agree(gpus.run(fused_ops.parity, Run("adamw", memory="arena")))
         assert {info["cuda_path"] for info in gpus.run(cuda_fake.info)} == {"stock"}
 
@@ -346,7 +356,7 @@ def test_checkpoints_fit_the_other_engine(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["sgd", "amsgrad"])
 def test_steps_that_may_skip_zeros(name: str, kind: str) -> None:
-    connected(2, direct()).run(sparse.fused_steps, name, kind)
+    reaching(2).run(sparse.fused_steps, name, kind)
 
 
 @pytest.mark.parametrize("mode", ["on", "auto"])
@@ -482,13 +492,14 @@ def test_end_with_an_ordinary_one_outstanding(why: str) -> None:
         workers.run(cuda_ranks.ends_with_an_ordinary_one_outstanding, why)
 
 
-STARTS = ("stream_create", "ncclMemAlloc", "library")
+STARTS = ("stream_create", "symmetric memory", "library")
 
 
 @pytest.mark.parametrize("what", [STARTS[0], *map(harness.slow, STARTS[1:])])
 def test_one_rank_cannot_start(what: str) -> None:
     options = harness.fake_gpu(FUSEDPG_CUDA_ARENA_BYTES=str(4 << 20)) | {"options": {}}
     with harness.Workers(3, timeout=60, **options) as workers:
+        workers.run(cuda_fake.with_symmetric_memory)
         workers.run(cuda_ranks.one_rank_cannot_start, what)
 
 

@@ -57,12 +57,14 @@ void multiply(Tensors& tensors, const c10d::ReduceOp& op) {
 
 CudaRoute::CudaRoute(
     Group& group,
+    std::string name,
     bool spans_hosts,
     cuda::CudaEngine::CheckPeers check_peers,
     CudaGroup::MakeDelegate make_delegate,
     bool pretend)
     : Forwarding(group),
       cuda_(
+          std::move(name),
           group.store,
           group.rank,
           group.size,

@@ -12,6 +12,7 @@ class CudaRoute : public Forwarding<Route, CudaRoute> {
   // `pretend`: CPU tensors are device memory (tests, with a fake CUDA).
   CudaRoute(
       Group& group,
+      std::string name,
       bool spans_hosts,
       cuda::CudaEngine::CheckPeers check_peers,
       CudaGroup::MakeDelegate make_delegate,

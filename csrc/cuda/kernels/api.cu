@@ -212,12 +212,8 @@ constexpr CudaApi make_api() {
   api.program_unload = program_unload;
   api.program_launch = program_launch;
 
-#if defined(FUSEDPG_NCCL_DEVICE)
-  api.direct_nccl_version = kDirectNcclVersion;
-  api.direct_create = direct_create;
-  api.direct_destroy = direct_destroy;
-  api.direct_step = direct_step;
-#endif
+  api.exchange = launch_exchange;
+  api.direct_step = launch_direct_step;
   return api;
 }
 

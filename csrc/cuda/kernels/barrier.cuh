@@ -6,11 +6,19 @@
 
 namespace fusedpg::cuda {
 
-// Whether the host said to stop before this block began; for the whole block. It
-// unmaps windows then, so nothing of them may be used. Once begun, a kernel that
-// does not wait for its peers is quicker than the host, which waits for it.
-__device__ __forceinline__ bool told_to_stop(const uint64_t* stop) {
-  return __syncthreads_and(threadIdx.x != 0 || ask_host(stop) == 0) == 0;
+__device__ __forceinline__ DirectRoom* room_of(
+    const PeerAccess& peers,
+    int rank) {
+  return reinterpret_cast<DirectRoom*>(peers.arenas[rank] + peers.room);
+}
+
+// Whether the host said to stop before this block began, or an earlier kernel
+// was late; for the whole block. What such a kernel should have left is not
+// there, so nobody may go on behind it.
+__device__ __forceinline__ bool told_to_stop(const PeerAccess& peers) {
+  return __syncthreads_and(
+             threadIdx.x != 0 ||
+             (ask_host(peers.stop) == 0 && ask_host(peers.late) == 0)) == 0;
 }
 
 __device__ __forceinline__ uint64_t now_in_nanoseconds() {
@@ -26,25 +34,16 @@ __device__ __forceinline__ uint64_t now_in_nanoseconds() {
 #endif
 }
 
-// A barrier of the thread blocks of one number on all ranks. NCCL has one, but
-// that waits for a dead peer for ever; this one ends in time, or when the host
-// says so.
+// A barrier of the thread blocks of one number on all ranks. It ends in time
+// where a peer has died, or when the host says so.
 class PeerBarrier {
  public:
-  // Thread t speaks with rank t: `to` are that rank's signals, `mine` this
-  // rank's, both of this block. At least `size` threads.
-  __device__ PeerBarrier(
-      const DirectSignals* to,
-      DirectSignals* mine,
-      int rank,
-      int size,
-      const DirectArgs& args)
-      : to_(const_cast<uint64_t*>(to->passed + rank)),
-        mine_(mine),
-        args_(args),
-        until_(now_in_nanoseconds() + args.nanoseconds),
-        size_(size),
-        epoch_(mine->epoch) {}
+  // Thread t speaks with rank t: at least as many threads as ranks.
+  __device__ explicit PeerBarrier(const PeerAccess& peers)
+      : peers_(peers),
+        mine_(room_of(peers, peers.rank)->signals + blockIdx.x),
+        until_(now_in_nanoseconds() + peers.nanoseconds),
+        epoch_(mine_->epoch) {}
 
   // What a thread of this block wrote before is seen by all ranks' blocks
   // behind it. False, for the whole block, if the host said to stop, or if the
@@ -54,8 +53,9 @@ class PeerBarrier {
     bool met = true;
     __syncthreads();
     const int peer = static_cast<int>(threadIdx.x);
-    if (peer < size_) {
-      store_release(to_, epoch_);
+    if (peer < peers_.size) {
+      DirectSignals* theirs = room_of(peers_, peer)->signals + blockIdx.x;
+      store_release(theirs->passed + peers_.rank, epoch_);
       // The word for stopping is the host's memory: slow to read.
       for (uint32_t looks = 1; load_acquire(mine_->passed + peer) < epoch_;
            ++looks) {
@@ -65,10 +65,10 @@ class PeerBarrier {
         }
         const bool late = now_in_nanoseconds() > until_;
         // A later kernel may be late as the consequence of an earlier one.
-        if (late && ask_host(args_.late) == 0) {
-          tell_host(args_.late, args_.sequence);
+        if (late && ask_host(peers_.late) == 0) {
+          tell_host(peers_.late, peers_.sequence);
         }
-        if (late || ask_host(args_.stop) != 0) {
+        if (late || ask_host(peers_.stop) != 0) {
           met = false;
           break;
         }
@@ -86,11 +86,9 @@ class PeerBarrier {
   }
 
  private:
-  uint64_t* to_;
+  const PeerAccess& peers_;
   DirectSignals* mine_;
-  const DirectArgs& args_;
   uint64_t until_;
-  int size_;
   uint64_t epoch_;
 };
 

@@ -1,10 +1,7 @@
-// The step of a whole list in one kernel, over NCCL's windows into the memory
-// of all ranks (NCCL's device API). Compiled where NCCL's headers are found.
+// The step of a whole list in two kernels, over the memory of all ranks: see
+// PeerAccess.
 
-#include <nccl.h>
-#include <nccl_device.h>
-
-#include <cstdlib>
+#include <type_traits>
 
 #include "cuda/kernels/barrier.cuh"
 #include "cuda/kernels/launchers.cuh"
@@ -14,25 +11,50 @@ namespace {
 
 static_assert(kMaxDirectRanks <= kThreads);
 
-using DestroyDevComm = ncclResult_t (*)(ncclComm_t, const ncclDevComm_t*);
+// --- what ranks tell each other ------------------------------------------------
 
-struct Context {
-  ncclDevComm comm;
-  DestroyDevComm destroy;
-  ncclWindow_t window;
-  const char* arena;
+__device__ __forceinline__ uint64_t* notice_of(
+    const PeerAccess& peers,
+    int rank) {
+  return room_of(peers, rank)->notice.words;
+}
 
-  uint64_t place(const void* p) const {
-    return static_cast<uint64_t>(static_cast<const char*>(p) - arena);
+// A block reads what blocks of its number have written: those meet at its
+// barrier.
+__global__ void __launch_bounds__(kThreads)
+    exchange_kernel(const __grid_constant__ ExchangeArgs args) {
+  const PeerAccess& peers = args.peers;
+  if (told_to_stop(peers)) {
+    return;
   }
-};
+  const uint32_t of_header = args.header_words;
+  const uint32_t of_offsets = 2 * args.num_tensors;
+  const uint32_t words = of_header + of_offsets;
+  const uint32_t first = blockIdx.x * kThreads + threadIdx.x;
+  const uint32_t stride = gridDim.x * kThreads;
+  const uint64_t* header = args.headers + uint64_t(peers.rank) * of_header;
+  uint64_t* mine = notice_of(peers, peers.rank);
+  for (uint32_t i = first; i < words; i += stride) {
+    mine[i] = i < of_header ? header[i] : args.offsets[i - of_header];
+  }
+  PeerBarrier barrier(peers);
+  if (!barrier.sync()) {
+    return;
+  }
+  barrier.leave();
+  for (uint32_t i = first; i < words; i += stride) {
+    for (int rank = 0; rank < peers.size; ++rank) {
+      const uint64_t word = notice_of(peers, rank)[i];
+      if (i < of_header) {
+        args.headers[uint64_t(rank) * of_header + i] = word;
+      } else {
+        args.all_offsets[uint64_t(rank) * of_offsets + i - of_header] = word;
+      }
+    }
+  }
+}
 
-struct DirectLaunch {
-  DirectArgs args;
-  ncclDevComm comm;
-  ncclWindow_t window;
-  uint64_t signals_at; // of the arena, in bytes
-};
+// --- the step ------------------------------------------------------------------
 
 // Where a tile lies in every rank's arena.
 struct Peers {
@@ -71,7 +93,9 @@ struct PeerGradients {
 template <typename C>
 struct PeerSink {
   const Peers& peers;
-  char* everywhere; // or null
+  const PeerAccess& memory;
+  bool everywhere; // by multicast, at `place` of the arenas
+  uint64_t place;
   int rank;
   int size;
   DType type;
@@ -93,17 +117,17 @@ struct PeerSink {
       at.store(master, u, result);
     }
     if constexpr (kFull) {
-      if (everywhere != nullptr) {
-        const Column<C> column(everywhere, 0, type);
+      if (everywhere) {
+        const Column<C> column(peers.params[rank], 0, type);
         const Raw<C, W> raw = column.template round<W>(result);
         if (!column.narrow()) {
           store_words_everywhere<W * sizeof(C)>(
-              everywhere + at[u] * sizeof(C), raw.words);
+              memory, place + at[u] * sizeof(C), raw.words);
           return;
         }
         if constexpr (W * sizeof(C) % 32 == 0) {
           store_words_everywhere<W * sizeof(C) / 2>(
-              everywhere + at[u] * (sizeof(C) / 2), raw.words);
+              memory, place + at[u] * (sizeof(C) / 2), raw.words);
           return;
         }
       }
@@ -119,11 +143,11 @@ struct PeerSink {
 
 template <typename Shape, typename Rule>
 __device__ __forceinline__ void direct_tile(
-    const DirectLaunch& launch,
+    const DirectArgs& direct,
     uint32_t tile,
     Peers& peers) {
   using C = typename Rule::Value;
-  const UpdateArgs& args = launch.args.update;
+  const UpdateArgs& args = direct.update;
   const int thread = static_cast<int>(threadIdx.x);
   const int rank = args.chunk.rank;
   const int size = args.chunk.size;
@@ -134,19 +158,16 @@ __device__ __forceinline__ void direct_tile(
     return;
   }
   const uint64_t first = span.first(rank);
-  const uint64_t* offsets = launch.args.offsets + 2 * uint64_t(span.index);
-  const uint64_t stride = 2 * uint64_t(launch.args.num_tensors);
+  const uint64_t* offsets = direct.offsets + 2 * uint64_t(span.index);
+  const uint64_t stride = 2 * uint64_t(direct.num_tensors);
   bool grad_aligned = true;
   bool param_aligned = true;
   bool same_place = true;
   if (thread < size) {
     const uint64_t* of_peer = offsets + thread * stride;
-    char* grads = static_cast<char*>(
-        ncclGetLsaPointer(launch.window, of_peer[0], thread));
-    char* params = static_cast<char*>(
-        ncclGetLsaPointer(launch.window, of_peer[1], thread));
-    peers.grads[thread] = at(grads, first, args.grad_type);
-    peers.params[thread] = at(params, first, args.param_type);
+    char* arena = direct.peers.arenas[thread];
+    peers.grads[thread] = at(arena + of_peer[0], first, args.grad_type);
+    peers.params[thread] = at(arena + of_peer[1], first, args.param_type);
     grad_aligned = is_aligned(peers.grads[thread]);
     param_aligned = is_aligned(peers.params[thread]);
     same_place = of_peer[1] == offsets[1];
@@ -154,19 +175,14 @@ __device__ __forceinline__ void direct_tile(
   grad_aligned = __syncthreads_and(grad_aligned) != 0;
   param_aligned = __syncthreads_and(param_aligned) != 0;
   same_place = __syncthreads_and(same_place) != 0;
-  char* everywhere = nullptr;
-  if (launch.comm.lsaMultimem.mcBasePtr != nullptr && same_place) {
-    everywhere =
-        at(ncclGetLsaMultimemPointer(launch.window, offsets[1], launch.comm),
-           first,
-           args.param_type);
-  }
   const Slices<C> slices = slices_of<Rule>(args, span);
   const PeerGradients<C> gradients{
-      peers, launch.args.weights, size, args.grad_type, grad_aligned};
+      peers, direct.weights, size, args.grad_type, grad_aligned};
   const PeerSink<C> sink{
       peers,
-      everywhere,
+      direct.peers,
+      direct.peers.multicast != nullptr && same_place,
+      static_cast<uint64_t>(peers.params[rank] - direct.peers.arenas[rank]),
       rank,
       size,
       args.param_type,
@@ -180,29 +196,15 @@ __device__ __forceinline__ void direct_tile(
 
 template <typename Shape, typename Rule>
 __global__ void __launch_bounds__(kThreads, 2)
-    direct_kernel(const __grid_constant__ DirectLaunch launch) {
+    direct_kernel(const __grid_constant__ DirectArgs args) {
   FUSEDPG_SHARED(Peers, peers);
-  const DirectArgs& args = launch.args;
-  if (told_to_stop(args.stop)) {
+  if (told_to_stop(args.peers)) {
     return;
   }
-  const int rank = args.update.chunk.rank;
-  const int size = args.update.chunk.size;
-  const int peer = static_cast<int>(threadIdx.x);
-  DirectSignals* mine = args.signals + blockIdx.x;
-  const DirectSignals* theirs = peer >= size
-      ? mine
-      : static_cast<const DirectSignals*>(
-            ncclGetLsaPointer(launch.window, launch.signals_at, peer)) +
-          blockIdx.x;
-  PeerBarrier barrier(theirs, mine, rank, size, args);
-  // All ranks' gradients are there, and nobody uses the parameters any more.
-  if (!barrier.sync()) {
-    return;
-  }
+  PeerBarrier barrier(args.peers);
   for (uint32_t tile = blockIdx.x; tile < args.update.chunk.num_tiles;
        tile += gridDim.x) {
-    direct_tile<Shape, Rule>(launch, tile, peers);
+    direct_tile<Shape, Rule>(args, tile, peers);
   }
   // All parameters have arrived, and nobody reads the gradients any more.
   barrier.sync();
@@ -210,14 +212,14 @@ __global__ void __launch_bounds__(kThreads, 2)
 }
 
 template <typename C, int kElements>
-int launch_direct(const DirectLaunch& arguments, Stream stream) {
-  return with_rule<C>(arguments.args.update, [&](auto tag) {
+int launch_direct(const DirectArgs& args, Stream stream) {
+  return with_rule<C>(args.update, [&](auto tag) {
     using Rule = typename decltype(tag)::Type;
     if constexpr (Rule::kFirstHalf) {
       return launch(
           direct_kernel<Shape<kElements, 1>, Rule>,
           kDirectBlocks,
-          arguments,
+          args,
           stream);
     } else {
       // LAMB needs sums over all ranks on the way.
@@ -228,70 +230,19 @@ int launch_direct(const DirectLaunch& arguments, Stream stream) {
 
 } // namespace
 
-static_assert(NCCL_VERSION_CODE == kDirectNcclVersion);
-
-int direct_create(const DirectCreateArgs* args, void** context, int* usable) {
-  *context = nullptr;
-  *usable = 0;
-  // The device API has no stable ABI: only the headers' own version will do.
-  if (args->nccl_version / 100 != NCCL_VERSION_CODE / 100 ||
-      args->window == nullptr || args->size > kMaxDirectRanks) {
-    return kSuccess;
-  }
-  const auto comm = static_cast<ncclComm_t>(args->comm);
-  const auto team_lsa =
-      reinterpret_cast<ncclTeam_t (*)(ncclComm_t)>(args->team_lsa);
-  if (team_lsa(comm).nRanks != args->size) {
-    return kSuccess;
-  }
-#if defined(NCCL_DEV_COMM_REQUIREMENTS_INITIALIZER)
-  ncclDevCommRequirements requirements = NCCL_DEV_COMM_REQUIREMENTS_INITIALIZER;
-#else
-  ncclDevCommRequirements requirements{};
-#endif
-  requirements.lsaMultimem = args->multimem != 0;
-  auto* created = static_cast<Context*>(std::calloc(1, sizeof(Context)));
-  if (created == nullptr) {
-    return cudaErrorMemoryAllocation;
-  }
-  created->window = static_cast<ncclWindow_t>(args->window);
-  created->arena = static_cast<const char*>(args->arena);
-  created->destroy = reinterpret_cast<DestroyDevComm>(args->dev_comm_destroy);
-  using Create = ncclResult_t (*)(
-      ncclComm_t, const ncclDevCommRequirements_t*, ncclDevComm_t*);
-  const ncclResult_t result = reinterpret_cast<Create>(args->dev_comm_create)(
-      comm, &requirements, &created->comm);
-  if (result != ncclSuccess && result != ncclInProgress) {
-    std::free(created);
-    // No symmetric memory, where NCCL gives windows all the same (before 2.29).
-    return result == ncclInvalidUsage ? kSuccess : int{cudaErrorUnknown};
-  }
-  *context = created;
-  *usable = 1;
-  return result == ncclSuccess ? kSuccess : kNotReady;
+int launch_exchange(const ExchangeArgs* args, Stream stream) {
+  return launch(exchange_kernel, kExchangeBlocks, *args, stream);
 }
 
-int direct_destroy(void* context, void* comm) {
-  auto* ending = static_cast<Context*>(context);
-  if (comm != nullptr) {
-    ending->destroy(static_cast<ncclComm_t>(comm), &ending->comm);
-  }
-  std::free(ending);
-  return kSuccess;
-}
-
-int direct_step(const DirectArgs* args, Stream stream) {
-  const auto* context = static_cast<const Context*>(args->context);
-  const DirectLaunch arguments{
-      *args, context->comm, context->window, context->place(args->signals)};
+int launch_direct_step(const DirectArgs* args, Stream stream) {
   const UpdateArgs& update = args->update;
   if (update.param_type == DType::kFloat64) {
-    return launch_direct<double, 2>(arguments, stream);
+    return launch_direct<double, 2>(*args, stream);
   }
   // 16 bytes of the narrower type.
   return is_half(update.param_type) || is_half(update.grad_type)
-      ? launch_direct<float, 8>(arguments, stream)
-      : launch_direct<float, 4>(arguments, stream);
+      ? launch_direct<float, 8>(*args, stream)
+      : launch_direct<float, 4>(*args, stream);
 }
 
 } // namespace fusedpg::cuda

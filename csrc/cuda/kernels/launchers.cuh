@@ -18,18 +18,12 @@ int launch_moments_float(const MomentsArgs* args, Stream stream);
 int launch_moments_double(const MomentsArgs* args, Stream stream);
 int launch_add_sums(const AddSumsArgs* args, Stream stream);
 int launch_trust(const TrustArgs* args, Stream stream);
+int launch_exchange(const ExchangeArgs* args, Stream stream);
+int launch_direct_step(const DirectArgs* args, Stream stream);
 int architecture(int* number);
 int program_load(const ProgramLoadArgs* args, void** program);
 int program_unload(void* program);
 int program_launch(const ProgramLaunchArgs* args, Stream stream);
-
-// FUSEDPG_NCCL_DEVICE is the NCCL_VERSION_CODE of NCCL's headers.
-#if defined(FUSEDPG_NCCL_DEVICE)
-constexpr int kDirectNcclVersion = FUSEDPG_NCCL_DEVICE;
-int direct_create(const DirectCreateArgs* args, void** context, int* usable);
-int direct_destroy(void* context, void* comm);
-int direct_step(const DirectArgs* args, Stream stream);
-#endif
 
 // The runtime keeps a thread's last error; it must not be taken for that of a
 // later call.

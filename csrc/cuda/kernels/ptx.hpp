@@ -1,5 +1,6 @@
 #pragma once
 
+#include "cuda/launch.hpp"
 #include "kernels/formulas/half.hpp"
 #include "kernels/kernels.hpp"
 
@@ -153,18 +154,20 @@ namespace fusedpg::cuda {
 // Between two looks at what another GPU has yet to write.
 __device__ __forceinline__ void look_again() {}
 
-// A store to the same place of all ranks, of a multiple of 16 bytes.
+// A store to the same place of all ranks' arenas, of a multiple of 16 bytes.
 template <int kBytes>
 __device__ __forceinline__ void store_words_everywhere(
-    [[maybe_unused]] char* to,
+    [[maybe_unused]] const PeerAccess& peers,
+    [[maybe_unused]] uint64_t place,
     [[maybe_unused]] const uint32_t* words) {
   static_assert(kBytes % 16 == 0);
 #if __CUDA_ARCH__ >= 900
+  const size_t to = __cvta_generic_to_global(peers.multicast + place);
   FUSEDPG_UNROLL
   for (int k = 0; k < kBytes / 16; ++k) {
     asm volatile("multimem.st.relaxed.sys.global.v4.f32 [%0], {%1, %2, %3, %4};"
                  :
-                 : "l"(__cvta_generic_to_global(to) + 16 * k),
+                 : "l"(to + 16 * k),
                    "f"(kernels::bits_to_float(words[4 * k])),
                    "f"(kernels::bits_to_float(words[4 * k + 1])),
                    "f"(kernels::bits_to_float(words[4 * k + 2])),
@@ -188,10 +191,12 @@ inline void look_again() {
 }
 
 template <int kBytes>
-void store_words_everywhere(char* to, const uint32_t* words) {
-  assume_global(to, 16);
-  for (char* at : simt::everywhere(to, kBytes)) {
-    store_words<kBytes>(at, words);
+void store_words_everywhere(
+    const PeerAccess& peers,
+    uint64_t place,
+    const uint32_t* words) {
+  for (int rank = 0; rank < peers.size; ++rank) {
+    store_words<kBytes>(peers.arenas[rank] + place, words);
   }
 }
 

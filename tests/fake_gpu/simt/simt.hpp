@@ -3,7 +3,6 @@
 #include <cstdint>
 
 #include <functional>
-#include <span>
 #include <type_traits>
 
 // A GPU on the CPU: the threads of a block are fibers, which run until they
@@ -32,8 +31,6 @@ void yield();
 // Waits for all threads of the block; whether all said so.
 bool meet_block(bool vote);
 void* shared(const void* key, size_t bytes);
-// What a store of multicast reaches.
-std::span<char* const> everywhere(char* multicast, size_t bytes);
 
 // One T of the calling thread's block, with noise in it; of each call's place.
 template <typename T, typename Place>

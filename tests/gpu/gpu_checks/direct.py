@@ -1,12 +1,13 @@
-"""The kernels of the direct path for two ranks in one process, on one GPU and without NCCL.
+"""The kernels of the direct path for two ranks in one process, on one GPU.
 
-The memory of each rank is mapped where a window of NCCL would have it, so the kernels are those of
-the engine, bit by bit. Both ranks' kernels run at once and meet at their barriers.
+Each rank has memory of its own, as symmetric memory has it, so the kernels are those of the engine,
+bit by bit. Both ranks' kernels run at once and meet at their barriers.
 
     python tests/gpu/kernel_driver.py direct           # both at once
     python tests/gpu/kernel_driver.py direct-in-turn   # for compute-sanitizer, which may serialize
 
-In turn no kernel waits for another one: the signals of those still to come are there already.
+In turn no kernel waits for another one: the signals of those still to come are there already, and
+the exchange, which needs what the others tell, is left out.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Arenas:
         prop.location.id = DEVICE.index or 0
         minimum = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         unit = succeed(driver.cuMemGetAllocationGranularity(prop, minimum))
-        self.bytes = -(-(ARENA + table.MappedWindow.BEHIND) // unit) * unit
+        self.bytes = -(-(ARENA + table.DIRECT_ROOM) // unit) * unit
         self.base = int(succeed(driver.cuMemAddressReserve(RANKS * STRIDE, STRIDE, 0, 0)))
         access = driver.CUmemAccessDesc()
         access.location = prop.location
@@ -125,6 +126,15 @@ def pass_barriers(memory: Arenas, value: int) -> None:
         signals[:, EPOCH] = 0
 
 
+def exchange(launch: Any, mapped: Any, own_offsets: torch.Tensor, offsets: torch.Tensor) -> None:
+    """Gets `offsets`, all ranks', by the kernel."""
+    offsets.fill_(-1)
+    agree = torch.zeros(table.AGREE_BYTES, dtype=torch.uint8, device=DEVICE)
+    weight = torch.ones(1, dtype=torch.float64, device=DEVICE)
+    weights = torch.zeros(RANKS, dtype=torch.float64, device=DEVICE)
+    launch.exchange(mapped, agree, weight, own_offsets, weights, offsets)
+
+
 def step(
     api: Any,
     formula: str,
@@ -142,15 +152,14 @@ def step(
     if formula == "sgd" and not hyper.get("momentum"):
         count = 0
     with arenas() as memory:
-        window = table.MappedWindow(
-            api, torch.zeros(1, device=DEVICE), memory.base, STRIDE, RANKS, ARENA
-        )
+        mapped = table.MappedArenas(api, memory.base, STRIDE, RANKS, ARENA)
         placed = [
             (memory.take(n, grad_type, shift), memory.take(n, param_type, shift)) for n in COUNTS
         ]
         start = make(3, COUNTS, param_type)
         pairs = [[grad[0], param[0]] for grad, param in placed]
-        offsets = torch.tensor([pairs] * RANKS, dtype=torch.int64, device=DEVICE).contiguous()
+        own_offsets = torch.tensor(pairs, dtype=torch.int64, device=DEVICE)
+        offsets = [own_offsets.repeat(RANKS, 1, 1) for _ in range(RANKS)]
         shards = [table.shard_size(n, RANKS) for n in COUNTS]
         params = [[param[1][r] for _, param in placed] for r in range(RANKS)]
         grads = [[grad[1][r] for grad, _ in placed] for r in range(RANKS)]
@@ -195,9 +204,11 @@ def step(
             for launch in launches:
                 launch.prepare(divisor=float(RANKS))
             torch.cuda.synchronize(DEVICE)
-            for launch, stream in zip(launches, streams, strict=True):
+            for launch, stream, known in zip(launches, streams, offsets, strict=True):
                 with torch.cuda.stream(stream):
-                    launch.direct_step(formula, window, offsets)
+                    if not in_turn:
+                        exchange(launch, mapped, own_offsets, known)
+                    launch.direct_step(formula, mapped, known)
                 if in_turn:
                     torch.cuda.synchronize(DEVICE)
             torch.cuda.synchronize(DEVICE)

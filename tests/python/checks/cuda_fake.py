@@ -9,6 +9,7 @@ import os
 import threading
 import time
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,6 +61,12 @@ def with_communicator(context: Context) -> None:
         return delegate
 
     _registration.load_extension()._set_delegate_factory(make)
+
+
+def with_symmetric_memory(context: Context) -> None:
+    """Memory of this process that the others reach: tests/fake_gpu/c10d/cpu_symm_mem.cpp."""
+    library = Path(os.environ["FUSEDPG_CUDA_LIB"]).with_name("libfusedpg_cpu_symm_mem.so")
+    torch.ops.load_library(str(library))
 
 
 def unknown_nccl(context: Context) -> None:

@@ -380,7 +380,9 @@ def one_rank_cannot_start(context: Context, what: str) -> None:
     os.environ["FUSEDPG_NCCL_LIB"] = library
     ranks.param, ranks.grad = ranks.tensors[PARAM], ranks.tensors[1]
     for turn in range(2):
-        if context.rank == failing and what != "library":
+        if context.rank == failing and what == "symmetric memory":
+            os.environ["FUSEDPG_FAKE_SYMM_MEM"] = "full"
+        elif context.rank == failing and what != "library":
             ranks.fake.fail(what, 2)
         begin = time.monotonic()
         try:
@@ -392,6 +394,7 @@ def one_rank_cannot_start(context: Context, what: str) -> None:
             raise AssertionError(f"{what}: it has not failed")
         assert time.monotonic() - begin < 12, (what, turn)
         time.sleep(0.3 * context.rank)
+    os.environ.pop("FUSEDPG_FAKE_SYMM_MEM", None)
     if what != "library":
         ranks.call(Call("fused", 1))
         ranks.call(Call("all_reduce", 2, 2))
