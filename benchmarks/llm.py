@@ -41,6 +41,7 @@ from _harness import Bar, Context, Row
 
 PLAIN, AGAIN, OURS = "plain lines on fused", "plain lines again", "layers"
 ALONE, ALONE_THREADS = "one process, 1 thread", "one process, a thread a rank"
+PARTS = ("layers", "decode", "dispatch")
 TOKENS = (1, 16, 256)
 COLUMNS = [f"self_attn.{x}_proj" for x in "qkv"] + ["mlp.gate_proj", "mlp.up_proj"]
 ROWS = ["self_attn.o_proj", "mlp.down_proj"]
@@ -49,12 +50,15 @@ KINDS = ["column", "row", "row, bias, residual", "row, residual, norm"]
 
 def main() -> int:
     parser = harness.parser(__doc__, backends="fused,gloo", sizes=None, rounds=15)
-    parser.add_argument("--parts", default="layers,decode,dispatch")
+    parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     args = parser.parse_args()
+    args.parts = args.parts.split(",")
+    if unknown := set(args.parts) - set(PARTS):
+        parser.error(f"--parts: {', '.join(sorted(unknown))} is none of {', '.join(PARTS)}")
     rows = harness.run(worker, args)
     token = args.width * getattr(torch, args.dtype).itemsize
     bars = [Bar(2, "decode", OURS, token, PLAIN, at_most=1.0)]
@@ -70,7 +74,7 @@ def worker(context: Context, args: argparse.Namespace) -> list[Row]:
         "decode": decode,
         "dispatch": dispatch,
     }
-    return [row for name in args.parts.split(",") for row in parts[name](context, args)]
+    return [row for name in args.parts for row in parts[name](context, args)]
 
 
 def part_of(weight: Tensor, dim: int, context: Context) -> nn.Parameter:

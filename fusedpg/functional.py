@@ -148,7 +148,7 @@ def all_reduce_(
     it.
 
     Args:
-        tensor: as for ``dist.all_reduce``, of any strides.
+        tensor: dense, as for ``dist.all_reduce``, of any strides.
         op: "sum", "avg", "product", "min", "max", "band", "bor" or "bxor", as in functional
             collectives, or a member of ``dist.ReduceOp`` of these.
         group: a group of the fused backend; default: the default group.
@@ -169,7 +169,15 @@ def all_reduce_(
         group = dist.group.WORLD
         if group is None:
             group = dist.distributed_c10d._get_default_group()  # which says what to do
-    _OPERATORS.all_reduce_.default(tensor, op, group.group_name)
+    elif group == dist.GroupMember.NON_GROUP_MEMBER:
+        dist.distributed_c10d._warn_not_in_group("all_reduce_")
+        return
+    try:
+        operator = _OPERATORS.all_reduce_.default
+    except AttributeError:  # no group of ours has loaded it
+        _backend(group)
+        operator = _OPERATORS.all_reduce_.default
+    operator(tensor, op, group.group_name)
 
 
 def sparse_all_reduce(

@@ -11,20 +11,39 @@
 namespace fusedpg {
 namespace {
 
-ProcessGroupFused& resolve(const std::string& group_name) {
-  // Raises for names that nobody has; keeps the backend while it is used.
-  const auto group = c10d::resolve_process_group(group_name);
-  ProcessGroupFused* fused = dynamic_cast<ProcessGroupFused*>(
-      group->getBackend(c10::DeviceType::CPU).get());
-  fused = fused ? fused : find_group(group_name);
-  TORCH_CHECK_VALUE(
-      fused != nullptr,
-      formatted(
-          "fused: group \"{}\" is of another backend; create it with "
-          "init_process_group(\"fused\") or new_group(backend=\"fused\")",
-          group_name));
-  return *fused;
-}
+// A group during a call. The registry of names does not keep groups alive, and a
+// signal's handler or another thread may destroy this one meanwhile.
+class Resolved {
+ public:
+  // The backend of a device's tensors. Raises for names that nobody has.
+  Resolved(c10::string_view name, c10::DeviceType device)
+      : group_(c10d::resolve_process_group(std::string(name))),
+        backend_(group_->getBackend(device)),
+        fused_(dynamic_cast<ProcessGroupFused*>(backend_.get())) {
+    if (fused_ == nullptr) {
+      // TORCH_DISTRIBUTED_DEBUG=DETAIL puts a wrapper around it.
+      ProcessGroupFused* inside = find_group(std::string(name));
+      if (inside != nullptr &&
+          inside->getBackendName() == backend_->getBackendName()) {
+        fused_ = inside;
+      }
+    }
+    TORCH_CHECK_VALUE(
+        fused_ != nullptr,
+        formatted(
+            "fused: group \"{}\" is of another backend; create it with "
+            "init_process_group(\"fused\") or new_group(backend=\"fused\")",
+            name));
+  }
+  ProcessGroupFused* operator->() const {
+    return fused_;
+  }
+
+ private:
+  c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  c10::intrusive_ptr<c10d::Backend> backend_;
+  ProcessGroupFused* fused_;
+};
 
 using Lr = std::variant<double, at::Tensor>;
 using OptionalTensor = std::optional<at::Tensor>;
@@ -64,8 +83,8 @@ StepArguments arguments(OpCode op, const Common& c, HyperArguments hyper) {
 
 void run(StepArguments a, c10::string_view group_name) {
   // A synchronous step has succeeded when it returns nothing to wait for.
-  if (const auto work =
-          resolve(std::string(group_name)).fused_step_(std::move(a), false)) {
+  const Resolved group(group_name, c10::DeviceType::CPU);
+  if (const auto work = group->fused_step_(std::move(a), false)) {
     work->wait();
   }
 }
@@ -199,7 +218,13 @@ void all_reduce(
     const at::Tensor& tensor,
     c10::string_view op,
     c10::string_view group_name) {
-  resolve(std::string(group_name)).all_reduce_(tensor, op);
+  TORCH_CHECK_VALUE(
+      tensor.is_cpu() || (!tensor.is_conj() && !tensor.is_neg()),
+      "fused: all_reduce_ takes no conjugate or negative view on ",
+      tensor.device(),
+      ": call resolve_conj() or resolve_neg() first");
+  const Resolved group(group_name, tensor.device().type());
+  group->all_reduce_(tensor, op);
 }
 
 void all_reduce_of_meta(
@@ -210,6 +235,7 @@ void all_reduce_of_meta(
 }
 
 void all_reduce_of_autograd(
+    c10::DispatchKeySet keys,
     const at::Tensor& tensor,
     c10::string_view op,
     c10::string_view group_name) {
@@ -220,7 +246,8 @@ void all_reduce_of_autograd(
         "torch.distributed.nn.functional.all_reduce()";
     if (tensor.is_cpu() &&
         !tensor.unsafeGetTensorImpl()->is_python_dispatch()) {
-      resolve(std::string(group_name)).refuse(reason); // peers may wait in it
+      const Resolved group(group_name, c10::DeviceType::CPU);
+      group->refuse(reason); // peers may wait in it
     }
     TORCH_CHECK(false, reason);
   }
@@ -228,8 +255,9 @@ void all_reduce_of_autograd(
       c10::Dispatcher::singleton()
           .findSchemaOrThrow("fusedpg::all_reduce_", "")
           .typed<void(const at::Tensor&, c10::string_view, c10::string_view)>();
-  const at::AutoDispatchBelowADInplaceOrView below;
-  handle.call(tensor, op, group_name);
+  // By keys, not by a guard of the thread: handlers of signals run in this call.
+  handle.redispatch(
+      keys & c10::after_ADInplaceOrView_keyset, tensor, op, group_name);
 }
 
 void check_meta(const c10::OperatorHandle& op, const at::Tensor& t) {
@@ -340,6 +368,15 @@ TORCH_LIBRARY_IMPL(fusedpg, CUDA, m) {
 
 TORCH_LIBRARY_IMPL(fusedpg, Autograd, m) {
   m.impl("all_reduce_", &all_reduce_of_autograd);
+}
+
+// torch would reduce a copy without the bit, and expects a result to copy back.
+// Tensors of ours are read and written through the bit.
+TORCH_LIBRARY_IMPL(fusedpg, Conjugate, m) {
+  m.impl("all_reduce_", torch::CppFunction::makeFallthrough());
+}
+TORCH_LIBRARY_IMPL(fusedpg, Negative, m) {
+  m.impl("all_reduce_", torch::CppFunction::makeFallthrough());
 }
 
 TORCH_LIBRARY_IMPL(fusedpg, Meta, m) {

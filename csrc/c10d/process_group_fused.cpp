@@ -341,7 +341,11 @@ void ProcessGroupFused::all_reduce_(
       // Autograd must notice that a saved tensor has changed.
       tensor.unsafeGetTensorImpl()->bump_version();
     }
-    Tensors tensors{tensor};
+    // As dist.all_reduce sends them, so that the two fit each other.
+    const bool real_parts = tensor.is_complex() && !tensor.is_conj() &&
+        (options.reduceOp == c10d::ReduceOp::SUM ||
+         options.reduceOp == c10d::ReduceOp::AVG);
+    Tensors tensors{real_parts ? at::view_as_real(tensor) : tensor};
     return there.allreduce(tensors, options);
   });
   if (work) {

@@ -294,10 +294,14 @@ WHOLE_UNITS: set[type[Compressor]] = set()
 class Ours(Compressor):
     """GRACE's two functions, by those that the library calls."""
 
-    def __init_subclass__(cls, name: str = "", whole_units: bool = False) -> None:
+    def __init_subclass__(
+        cls, name: str = "", whole_units: bool = False, **options: object
+    ) -> None:
         """Registers a compressor. A subclass of it, which may do anything else, is none yet."""
-        super().__init_subclass__()
+        super().__init_subclass__(**options)
         if name:
+            if name in BY_NAME:
+                raise ValueError(f"the compressor {name!r} is {BY_NAME[name].__name__} already")
             BY_NAME[name] = cls
         if whole_units:
             WHOLE_UNITS.add(cls)

@@ -62,10 +62,10 @@ def values_of(state_dict: Mapping[str, Any], own: str, memory: bool) -> Mapping[
     if not places:  # of an older version, each rank's in a file of its own
         return state_dict if memory else {**state_dict, "memory": {}}
     others = [key for key in state_dict if key not in places]
-    if others:
+    if memory and others:
         raise ValueError(
             "a state dict of fusedpg.compress.State must have one entry, that of its rank: this "
-            f"one has {', '.join(map(repr, others))} and the entry of {places[0]}. Load the state "
+            f"one has {', '.join(map(repr, others))} and {', '.join(places)}. Load the state "
             "dict as state_dict() gave it, or call load_state_dict(state_dict, memory=False) to "
             "begin with an empty memory"
         )
@@ -115,7 +115,7 @@ class Loaded:
         Raises:
             ValueError: if it is none of them.
         """
-        what = "the next parameter" if name is None else repr(name)
+        what = "the model's next parameter" if name is None else repr(name)
         if name is not None and all(record.name is not None for record in self.records):
             fits = [n for n in self._left if self.records[n].name == name]
         else:
@@ -126,8 +126,8 @@ class Loaded:
                     or self.records[n].dtype == str(parameter.dtype)]  # fmt: skip
         if not fits:
             raise ValueError(
-                f"the checkpoint is of another model: the model has {what}, of "
-                f"{parameter.dtype} and shape {tuple(parameter.shape)}; none of the "
+                f"the checkpoint is of another model: {what} is of "
+                f"{parameter.dtype} and of shape {tuple(parameter.shape)}; none of the "
                 f"{len(self._left)} parameters that are left of the checkpoint's "
                 f"{len(self.records)} fits it"
             )

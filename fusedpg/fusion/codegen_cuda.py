@@ -28,7 +28,7 @@ from fusedpg.fusion.codegen import (
     computed_type,
     stored_type,
 )
-from fusedpg.fusion.codegen_collective import CollectiveWriter
+from fusedpg.fusion.codegen_collective import CollectiveWriter, of_rows
 from fusedpg.fusion.codegen_loop import Sink, indented
 from fusedpg.fusion.ir import Group, Node, Program
 
@@ -51,7 +51,8 @@ class _CudaWriter(CollectiveWriter):
         self._parameter_of: dict[Node, str] = {}
 
     def _cut(self) -> None:
-        return None  # rows are no slices of its own elements
+        if of_rows(self._nodes):
+            raise Unsupported("a number for each row of a slice")
 
     # --- sources: `_before` is once a thread, `_loads` of the element i ---------------------------
 

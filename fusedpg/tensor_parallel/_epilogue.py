@@ -93,6 +93,7 @@ class Place:
         if self.rank < 0:
             raise ValueError("this rank is not in the group")
         self.backend: Any = None  # ProcessGroupFused for CPU tensors
+        self.straight: Any = None  # the same, if nothing is around it that checks calls
         self._eager: set[object] = set()  # programs that a rank has no function for
         try:
             backend = _backend(self.group)
@@ -100,6 +101,8 @@ class Place:
             return
         if "cpu" in {device.type for device in self.group._device_types}:
             self.backend = backend
+            around = self.group._get_backend(torch.device("cpu"))
+            self.straight = backend if getattr(around, "wrapped_pg", None) is None else None
 
     @functools.cached_property
     def spare(self) -> bool:

@@ -356,15 +356,18 @@ class RowParallelLinear(ParallelLinear):
         bias: Any = self._parameters.get("bias", _ELSEWHERE)
         if (
             place is not None
-            and place.backend is not None
+            and place.straight is not None
             and type(input) is torch.Tensor
             and type(weight) is DTensor
+            and not weight.dtype.is_complex  # torch sends those as real numbers
             and (bias is None or (type(bias) is DTensor and bias.dtype is weight.dtype))
             and (residual is None or (type(residual) is torch.Tensor and residual.is_cpu))
             and self.sequence_dim is None
             and not (self.dropout and self.training)
             and not torch.is_grad_enabled()
             and not torch._C._len_torch_dispatch_stack()  # else they watch the sum, too
+            # Under autocast `_summed` knows the size of a product; all ranks ask for `spare` there.
+            and ("spare" in place.__dict__ or not torch.is_autocast_enabled("cpu"))
             and input.is_cpu
             and input.dim() > 1
             and input.is_contiguous()
@@ -379,7 +382,7 @@ class RowParallelLinear(ParallelLinear):
             if y is not None and residual is not None and residual.shape != y.shape:
                 y = None
             if y is not None:
-                work = place.backend.allreduce([y], _OPTIONS)  # dist.all_reduce without its checks
+                work = place.straight.allreduce([y], _OPTIONS)  # dist.all_reduce without its checks
                 if work is not None:
                     work.wait()
                 if bias is not None:

@@ -10,7 +10,16 @@ from test_faults import kill_last
 
 pytestmark = [pytest.mark.fused_only, pytest.mark.timeout(120)]
 
-CHECKS = [op.types, op.sizes, op.strides, op.order, op.refused]
+CHECKS = [
+    op.types,
+    op.sizes,
+    op.strides,
+    op.bits_of_views,
+    op.beside_the_other_call,
+    op.outsiders,
+    op.order,
+    op.refused,
+]
 
 
 @pytest.mark.parametrize("world_size", [2, harness.slow(3)])

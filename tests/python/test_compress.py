@@ -25,7 +25,7 @@ from checks import compress as checks
 from checks.optim_script import OPTIMIZERS, of_torch
 from checks.refused import refused
 from fusedpg import compress
-from fusedpg.compress import _schedule
+from fusedpg.compress import _checkpoint, _schedule
 from fusedpg.compress.communicators import BY_NAME as COMMUNICATORS
 from fusedpg.compress.compressors import BY_NAME as COMPRESSORS
 from fusedpg.compress.memories import BY_NAME as MEMORIES
@@ -612,6 +612,32 @@ def test_ones_own() -> None:
             compress.register_memory("halves", Halves)  # type: ignore[arg-type]
     finally:
         del COMPRESSORS["halves"]
+
+
+def test_names_of_ours_are_not_taken_twice() -> None:
+    top: Any = COMPRESSORS["topk"]
+    with pytest.raises(ValueError, match="'topk' is TopK already"):
+
+        class Mine(top, name="topk"):
+            pass
+
+    class Keyed:
+        def __init_subclass__(cls, key: str, **options: Any) -> None:
+            super().__init_subclass__(**options)
+            cls.key = key
+
+    class Other(top, Keyed, key="a"):
+        key: str
+
+    assert Other.key == "a" and COMPRESSORS["topk"] is top
+
+
+def test_a_state_beside_other_entries_loads_without_memory() -> None:
+    values = {"parameters": [], "memory": {"sent": []}}
+    saved = {"rank 0 of 2": (values,), "epoch": 1}
+    with pytest.raises(ValueError, match="must have one entry"):
+        _checkpoint.values_of(saved, "rank 0 of 2", memory=True)
+    assert _checkpoint.values_of(saved, "rank 1 of 2", memory=False)["memory"] == {}
 
 
 def test_graces_two_functions() -> None:

@@ -271,6 +271,19 @@ def test_no_kernel_for_gpus() -> None:
     assert "not generated for GPUs" in run.generated(*given, world_size=2, device="cuda")
 
 
+def test_no_kernel_for_gpus_where_rows_are_outside() -> None:
+    """The fused collective reads a number for each row that the function returns, too."""
+
+    def scaled(x: Partial, m: fusion.Shard) -> Any:
+        y = fusion.all_reduce(x) + m
+        norm = y.sum(-1, keepdim=True)
+        return y * norm, norm
+
+    run = fusedpg.fuse(scaled).scheduled(*FUSED)
+    text = run.generated(meta(4, 32), meta(64), world_size=2, device="cuda")
+    assert "not generated for GPUs" in text, text
+
+
 def many(context: Context, dtype: torch.dtype, more: bool) -> None:
     for shape in whole_rows(context.world_size, more):
         if fusion.rows.Rows(shape, 1).whole(context.world_size):

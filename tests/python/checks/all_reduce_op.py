@@ -52,6 +52,53 @@ def strides(context: Context) -> None:
         assert torch.equal(whole, twin)
 
 
+def bits_of_views(context: Context) -> None:
+    """Conjugate and negative views are written through their bit."""
+    for dtype in (torch.complex64, torch.complex128):
+        for _ in range(20):  # where torch copies, it copies from freed memory
+            plain = values(context.rank, 1000, dtype)
+            view = plain.conj()
+            expected = view.resolve_conj().clone()
+            dist.all_reduce(expected)
+            before = view._version
+            fusedpg.all_reduce_(view)
+            assert view.is_conj() and view._version > before
+            assert torch.equal(view.resolve_conj(), expected)
+            assert torch.equal(plain, expected.conj().resolve_conj())
+    plain = values(context.rank, 1000, torch.float32)
+    view = torch._neg_view(plain)
+    expected = view.resolve_neg().clone()
+    dist.all_reduce(expected, dist.ReduceOp.MAX)
+    fusedpg.all_reduce_(view, "max")
+    assert torch.equal(view.resolve_neg(), expected)
+    assert torch.equal(plain, -expected)
+
+
+def beside_the_other_call(context: Context) -> None:
+    """Ranks that call one of the two fit those that call the other."""
+    for dtype in (torch.float32, torch.complex64):
+        given = values(context.rank, 1000, dtype)
+        expected, got = given.clone(), given.clone()
+        dist.all_reduce(expected)
+        if context.rank == 0:
+            dist.all_reduce(got)
+        else:
+            fusedpg.all_reduce_(got)
+        assert torch.equal(got, expected), dtype
+
+
+def outsiders(context: Context) -> None:
+    """A rank that is no member is warned, as by dist.all_reduce."""
+    alone = dist.new_group([0])
+    tensor = torch.ones(10)
+    if context.rank == 0:
+        fusedpg.all_reduce_(tensor, "sum", alone)
+    else:
+        with pytest.warns(UserWarning, match="all_reduce_"):
+            fusedpg.all_reduce_(tensor, "sum", alone)
+    assert torch.equal(tensor, torch.ones(10))
+
+
 def order(context: Context) -> None:
     """It shares the order and the sequence numbers of the group's other operations."""
     group = dist.group.WORLD
