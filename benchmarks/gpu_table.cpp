@@ -324,22 +324,21 @@ class Slices {
     launcher_.launch("update", &CudaApi::update, args);
   }
 
-  // What all ranks tell each other before a step.
+  // What all ranks tell each other before a step; `headers` are bytes, a row for
+  // each rank.
   void exchange(
       const MappedArenas& arenas,
-      const Tensor& agree,
-      const Tensor& weight,
+      const Tensor& headers,
       const Tensor& offsets,
-      const Tensor& weights,
       const Tensor& all_offsets) const {
     ExchangeArgs args{};
     args.peers = arenas.of(chunk_.rank);
-    args.agree = address<uint8_t>(agree);
-    args.weight = address<double>(weight);
+    args.headers = address<uint64_t>(headers);
     args.offsets = address<uint64_t>(offsets);
-    args.weights = address<double>(weights);
     args.all_offsets = address<uint64_t>(all_offsets);
     args.num_tensors = num_tensors_;
+    args.header_words =
+        headers.attr("size")(-1).cast<uint32_t>() / sizeof(uint64_t);
     launcher_.launch("exchange", &CudaApi::exchange, args);
   }
 
@@ -524,10 +523,8 @@ PYBIND11_MODULE(fusedpg_gpu_table, m) {
           "exchange",
           &Slices::exchange,
           arg("arenas"),
-          arg("agree"),
-          arg("weight"),
+          arg("headers"),
           arg("offsets"),
-          arg("weights"),
           arg("all_offsets"))
       .def(
           "direct_step",

@@ -495,30 +495,34 @@ TEST(fake_direct_step) {
       grad[i] = static_cast<float>(input(rank, i));
       param[i] = 100;
     }
-    alignas(16) uint8_t agree[kAgreeBytes] = {};
-    agree[kAgreeUsed + rank] = 1;
-    agree[0] = static_cast<uint8_t>(7 + 13 * rank);
-    const double weight = 1 + rank;
-    double weights[kRanks] = {};
+    constexpr size_t kWords = (header_bytes(1) + 7) / sizeof(uint64_t);
+    const auto hash_of = [](int p) { return 7 + 13 * uint64_t(p); };
+    uint64_t headers[kRanks][kWords] = {};
+    const auto bytes_of = [&](int p) {
+      return reinterpret_cast<char*>(headers[p]);
+    };
+    headers[rank][0] = hash_of(rank);
+    store_as(bytes_of(rank) + kHeaderWeight, 1.0 + rank);
+    bytes_of(rank)[kHeaderFlags + rank % 2] = 1;
     uint64_t all_offsets[2 * kRanks] = {};
     ExchangeArgs exchange{};
     exchange.peers = peers;
-    exchange.agree = agree;
-    exchange.weight = &weight;
+    exchange.headers = headers[0];
     exchange.offsets = offsets;
-    exchange.weights = weights;
     exchange.all_offsets = all_offsets;
     exchange.num_tensors = 1;
+    exchange.header_words = kWords;
     CHECK_EQ(gpu().exchange(&exchange, stream), 0);
     stream.sync();
-    CHECK_EQ(int(agree[0]), 33);
     for (int p = 0; p < kRanks; ++p) {
-      CHECK_EQ(int(agree[kAgreeUsed + p]), 1);
-      CHECK_EQ(weights[p], 1.0 + p);
+      CHECK_EQ(headers[p][0], hash_of(p));
+      CHECK_EQ(load_as<double>(bytes_of(p) + kHeaderWeight), 1.0 + p);
+      for (int flag = 0; flag < 2; ++flag) {
+        CHECK_EQ(int(bytes_of(p)[kHeaderFlags + flag]), int(flag == p % 2));
+      }
       CHECK_EQ(all_offsets[2 * p], 64u * p);
       CHECK_EQ(all_offsets[2 * p + 1], 4096 + 64u * p);
     }
-    CHECK_EQ(int(agree[kAgreeUsed + kRanks]), 0);
 
     TensorInfo tensor{};
     tensor.param = param;

@@ -29,6 +29,8 @@ STRIDE = 1 << 32
 ARENA = 8 << 20
 ALIGNMENT = 512
 STEPS = 3
+HASH = 0x0123_4567_89AB_CDEF  # rank 0's
+FLAGS = 16  # kHeaderFlags
 EPOCH = 0  # the word of DirectSignals
 PASSED = 1 << 40  # an epoch that no barrier reaches
 NAMES = {torch.float64: "<f8", FP32: "<f4", torch.int64: "<i8", torch.uint8: "|u1"}
@@ -126,13 +128,26 @@ def pass_barriers(memory: Arenas, value: int) -> None:
         signals[:, EPOCH] = 0
 
 
-def exchange(launch: Any, mapped: Any, own_offsets: torch.Tensor, offsets: torch.Tensor) -> None:
-    """Gets `offsets`, all ranks', by the kernel."""
+def exchange(
+    launch: Any, mapped: Any, rank: int, own_offsets: torch.Tensor, offsets: torch.Tensor
+) -> torch.Tensor:
+    """Gets `offsets`, all ranks', by the kernel, and gives the headers, a row for each rank."""
     offsets.fill_(-1)
-    agree = torch.zeros(table.AGREE_BYTES, dtype=torch.uint8, device=DEVICE)
-    weight = torch.ones(1, dtype=torch.float64, device=DEVICE)
-    weights = torch.zeros(RANKS, dtype=torch.float64, device=DEVICE)
-    launch.exchange(mapped, agree, weight, own_offsets, weights, offsets)
+    row = -(-table.header_bytes(len(COUNTS)) // 8) * 8
+    headers = torch.zeros(RANKS, row, dtype=torch.uint8, device=DEVICE)
+    used = torch.tensor([t % RANKS == rank for t in range(len(COUNTS))], device=DEVICE)
+    launch.propose(headers[rank], HASH + rank, used=used.to(torch.uint8))
+    launch.exchange(mapped, headers, own_offsets, offsets)
+    return headers
+
+
+def check_headers(headers: torch.Tensor) -> None:
+    """Each rank's hash and flags (found_inf, then those of the tensors) are in its row."""
+    flags = FLAGS + 1
+    for rank, row in enumerate(headers.cpu()):
+        assert int(row.view(torch.int64)[0]) == HASH + rank
+        want = [int(t % RANKS == rank) for t in range(len(COUNTS))]
+        assert row[flags : flags + len(COUNTS)].tolist() == want, f"flags of rank {rank}"
 
 
 def step(
@@ -204,14 +219,19 @@ def step(
             for launch in launches:
                 launch.prepare(divisor=float(RANKS))
             torch.cuda.synchronize(DEVICE)
-            for launch, stream, known in zip(launches, streams, offsets, strict=True):
+            told = []
+            for rank, (launch, stream, known) in enumerate(
+                zip(launches, streams, offsets, strict=True)
+            ):
                 with torch.cuda.stream(stream):
                     if not in_turn:
-                        exchange(launch, mapped, own_offsets, known)
+                        told.append(exchange(launch, mapped, rank, own_offsets, known))
                     launch.direct_step(formula, mapped, known)
                 if in_turn:
                     torch.cuda.synchronize(DEVICE)
             torch.cuda.synchronize(DEVICE)
+            for headers in told:
+                check_headers(headers)
             for t, twin in enumerate(twins):
                 total = sum(one[t].cpu().to(wide) for one in made)
                 twin.grad = total / RANKS
