@@ -377,9 +377,12 @@ void CudaEngine::look_at_operations() {
         !first->captured_ && !first->broken_;
     const int state = ends ? cuda_.event_query(first->end_.get()) : kNotReady;
     const uint64_t sequence = disagreed();
+    const uint64_t late = this->late();
     // Not if the first one is only about to be completed.
     const bool later = state == kSuccess && sequence > first->sequence;
-    if (sequence != 0 && !later) {
+    // Headers of ranks that have not come differ, too.
+    const bool absent = late != 0 && late <= sequence;
+    if (sequence != 0 && !later && !absent) {
       // Of what a graph holds, the facts are not known any more.
       OpDescriptor facts;
       std::string summary = first->summary;
@@ -396,8 +399,7 @@ void CudaEngine::look_at_operations() {
       return;
     }
     // The kernels of graphs have no deadline, so it is one of those in flight.
-    if (const uint64_t late = this->late();
-        late != 0 && !(state == kSuccess && late > first->sequence)) {
+    if (late != 0 && !(state == kSuccess && late > first->sequence)) {
       fail_timeout(*first);
       return;
     }
