@@ -2,6 +2,7 @@
 
 #include "cuda/engine.hpp"
 
+#include <algorithm>
 #include <thread>
 
 #include "base/error.hpp"
@@ -336,8 +337,24 @@ void CudaEngine::await_agreement(const Operation& operation, Event event) {
 void CudaEngine::watch(const Operation& operation) {
   if (operation.deadline_.expired()) {
     fail_timeout(operation);
-  } else if (suspicious(operation)) {
-    look_at_peers(operation);
+  } else {
+    // The one that hangs may be in front of it. While it is captured, none may be
+    // asked about.
+    OperationPtr front;
+    if (!operation.captured_) {
+      const auto runs = [&](const OperationPtr& one) {
+        return !one->enqueued_.load(std::memory_order_acquire) ||
+            one->broken_ || cuda_.event_query(one->end_.get()) != kSuccess;
+      };
+      const std::lock_guard<std::mutex> lock(running_mutex_);
+      const auto found =
+          std::find_if(in_flight_.begin(), in_flight_.end(), runs);
+      front = found != in_flight_.end() ? *found : nullptr;
+    }
+    const Operation& first = front ? *front : operation;
+    if (suspicious(first)) {
+      look_at_peers(first);
+    }
   }
   check_failed();
 }
