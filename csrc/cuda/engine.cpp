@@ -2,6 +2,7 @@
 
 #include "cuda/engine.hpp"
 
+#include <algorithm>
 #include <thread>
 
 #include "base/error.hpp"
@@ -336,8 +337,24 @@ void CudaEngine::await_agreement(const Operation& operation, Event event) {
 void CudaEngine::watch(const Operation& operation) {
   if (operation.deadline_.expired()) {
     fail_timeout(operation);
-  } else if (suspicious(operation)) {
-    look_at_peers(operation);
+  } else {
+    // The one that hangs may be in front of it. While it is captured, none may be
+    // asked about.
+    OperationPtr front;
+    if (!operation.captured_) {
+      const auto runs = [&](const OperationPtr& one) {
+        return !one->enqueued_.load(std::memory_order_acquire) ||
+            one->broken_ || cuda_.event_query(one->end_.get()) != kSuccess;
+      };
+      const std::lock_guard<std::mutex> lock(running_mutex_);
+      const auto found =
+          std::find_if(in_flight_.begin(), in_flight_.end(), runs);
+      front = found != in_flight_.end() ? *found : nullptr;
+    }
+    const Operation& first = front ? *front : operation;
+    if (suspicious(first)) {
+      look_at_peers(first);
+    }
   }
   check_failed();
 }
@@ -377,9 +394,12 @@ void CudaEngine::look_at_operations() {
         !first->captured_ && !first->broken_;
     const int state = ends ? cuda_.event_query(first->end_.get()) : kNotReady;
     const uint64_t sequence = disagreed();
+    const uint64_t late = this->late();
     // Not if the first one is only about to be completed.
     const bool later = state == kSuccess && sequence > first->sequence;
-    if (sequence != 0 && !later) {
+    // Headers of ranks that have not come differ, too.
+    const bool absent = late != 0 && late <= sequence;
+    if (sequence != 0 && !later && !absent) {
       // Of what a graph holds, the facts are not known any more.
       OpDescriptor facts;
       std::string summary = first->summary;
@@ -396,8 +416,7 @@ void CudaEngine::look_at_operations() {
       return;
     }
     // The kernels of graphs have no deadline, so it is one of those in flight.
-    if (const uint64_t late = this->late();
-        late != 0 && !(state == kSuccess && late > first->sequence)) {
+    if (late != 0 && !(state == kSuccess && late > first->sequence)) {
       fail_timeout(*first);
       return;
     }

@@ -28,7 +28,7 @@ struct Task;
 // calls. None is awaited but the first one of its kind: sizes must fit before the
 // carrier may move anything, so that waits until all ranks have called the same.
 // Of later ones the device compares headers; where their sizes differ, ranks hang
-// in the carrier until they have asked each other what they are doing.
+// in the carrier until those that look have asked each other what they are doing.
 //
 // Calls, and whoever waits for an operation or asks about it, look for operations
 // that have ended, deadlines and disagreements between ranks. After a failure

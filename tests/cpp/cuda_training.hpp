@@ -205,6 +205,9 @@ class GpuTraining {
   GpuBuffer& param(size_t t) {
     return memory_->parts[t].param;
   }
+  float counted(size_t t) const {
+    return memory_->parts[t].step.as<float>();
+  }
   const Bytes& expected_param(size_t t) const {
     return wholes_[t].param;
   }

@@ -236,9 +236,14 @@ TEST(cuda_teardown_replay_after_the_timeout) {
 }
 
 // Nobody looks: a kernel that waits for a rank ends by itself, and it is known.
-// What a late exchange has not left, no step behind it uses.
+// What a late exchange has not left, no step behind it uses: the header that lies
+// there from the step before may agree, or not.
 TEST(cuda_teardown_direct_step_without_a_peer) {
-  for (const int nth : {1, 2}) { // the exchange, the step itself
+  // The exchange or the step itself is late, and what lr is multiplied by.
+  for (const auto& [late, factor] :
+       std::vector<std::pair<int, double>>{{1, 1}, {1, 2}, {2, 1}}) {
+    const int nth = late;
+    const double faster = factor;
     const Clean clean;
     hooks().set_delay(0);
     on_threads(2, [&](int rank, Store& store) {
@@ -255,9 +260,11 @@ TEST(cuda_teardown_direct_step_without_a_peer) {
       training.check();
       training.load();
       training.timeout = milliseconds(300);
+      training.call.hypers[0].lr *= faster;
       r.sync();
       const GpuBuffer& param = training.param(0);
       const Bytes before(param.data(), param.data() + param.bytes());
+      const float counted = training.counted(0);
       r.meet("first step");
       if (rank == 1) {
         hooks().stall(1, nth, 2000);
@@ -269,6 +276,7 @@ TEST(cuda_teardown_direct_step_without_a_peer) {
         r.sync();
         CHECK(seconds_since(begin) < 1.5);
         CHECK(nth == 2 || param.holds(before));
+        CHECK(nth == 2 || training.counted(0) == counted);
         expect_error(
             ErrorKind::kTimeout, {"did not finish within 300 ms"}, [&] {
               training.step();

@@ -20,19 +20,27 @@ __device__ __forceinline__ uint64_t* notice_of(
 }
 
 // A block reads what blocks of its number have written: those meet at its
-// barrier.
+// barrier. Where it ends before, the others' headers must not be taken for an
+// earlier step's, which may agree: they differ until they have come.
 __global__ void __launch_bounds__(kThreads)
     exchange_kernel(const __grid_constant__ ExchangeArgs args) {
   const PeerAccess& peers = args.peers;
+  const uint32_t of_header = args.header_words;
+  const uint64_t* header = args.headers + uint64_t(peers.rank) * of_header;
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
+    for (int rank = 0; rank < peers.size; ++rank) {
+      if (rank != peers.rank) {
+        args.headers[uint64_t(rank) * of_header] = ~header[0];
+      }
+    }
+  }
   if (told_to_stop(peers)) {
     return;
   }
-  const uint32_t of_header = args.header_words;
   const uint32_t of_offsets = 2 * args.num_tensors;
   const uint32_t words = of_header + of_offsets;
   const uint32_t first = blockIdx.x * kThreads + threadIdx.x;
   const uint32_t stride = gridDim.x * kThreads;
-  const uint64_t* header = args.headers + uint64_t(peers.rank) * of_header;
   uint64_t* mine = notice_of(peers, peers.rank);
   for (uint32_t i = first; i < words; i += stride) {
     mine[i] = i < of_header ? header[i] : args.offsets[i - of_header];
