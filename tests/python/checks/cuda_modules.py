@@ -365,20 +365,20 @@ def one_has_none(context: Context) -> None:
 def mutated(context: Context, old: str, new: str, check: Callable[..., Any], *given: Any) -> bool:
     """Whether a check sees that each kernel has another text."""
     cuda_programs.exact(context, torch.float32, "sub")  # other values lie in the buffers then
-    write, found = codegen_cuda._CudaWriter._text_of_file, []
+    write, found = codegen_cuda._CudaWriter._file, []
 
     def wrong(self: Any, *arguments: Any) -> str:
         text = write(self, *arguments)
         found.append(old in text)
         return text.replace(old, new)
 
-    codegen_cuda._CudaWriter._text_of_file = wrong  # type: ignore[method-assign]
+    codegen_cuda._CudaWriter._file = wrong  # type: ignore[method-assign]
     try:
         check(context, *given)
     except AssertionError as error:
         assert "did not run as a kernel" not in str(error), error
         return True
     finally:
-        codegen_cuda._CudaWriter._text_of_file = write  # type: ignore[method-assign]
+        codegen_cuda._CudaWriter._file = write  # type: ignore[method-assign]
         assert found and all(found), f"the kernel has changed: mend the mutant of {old!r}"
     return False
