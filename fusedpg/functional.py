@@ -169,7 +169,7 @@ def all_reduce_(
         group = dist.group.WORLD
         if group is None:
             group = dist.distributed_c10d._get_default_group()  # which says what to do
-    elif group == dist.GroupMember.NON_GROUP_MEMBER:
+    elif cast("object", group) == dist.GroupMember.NON_GROUP_MEMBER:
         dist.distributed_c10d._warn_not_in_group("all_reduce_")
         return
     try:
