@@ -165,7 +165,8 @@ TEST(engines_reach_the_kernel_through_few_frames) {
     r.run([&](Way& way) { perform(way, call); });
     CHECK_EQ(data[0], float{kSize});
     CHECK(deepest > here);
-    CHECK(deepest - here <= 7);
+    // Sanitizers keep functions apart that are one otherwise.
+    CHECK(kSanitized || deepest - here <= 7);
   });
 }
 
