@@ -341,7 +341,7 @@ void ProcessGroupFused::all_reduce_(
       // Autograd must notice that a saved tensor has changed.
       tensor.unsafeGetTensorImpl()->bump_version();
     }
-    // As dist.all_reduce sends them, so that the two fit each other.
+    // dist.all_reduce sends real numbers, too, so the two calls fit each other.
     const bool real_parts = tensor.is_complex() && !tensor.is_conj() &&
         (options.reduceOp == c10d::ReduceOp::SUM ||
          options.reduceOp == c10d::ReduceOp::AVG);

@@ -14,7 +14,8 @@ namespace fusedpg {
 
 DType to_dtype(at::ScalarType type);
 
-// That of functional collectives' name, "sum". Throws ValueError for others.
+// The operation that functional collectives call by a name, such as "sum". Throws
+// ValueError for other names.
 c10d::ReduceOp reduction_named(std::string_view name);
 
 // The factor of a PREMUL_SUM.

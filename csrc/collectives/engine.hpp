@@ -175,7 +175,8 @@ class Engine {
   virtual void shutdown() = 0;
 
  protected:
-  // What connects the ranks during a turn. Throws where the group has failed.
+  // Opens the way that connects the ranks during a turn. Throws where the group
+  // has failed.
   virtual Way& open_way(uint64_t ticket, std::chrono::milliseconds timeout) = 0;
   virtual void close_way() = 0;
   // Before an operation and after it, within the rule of execute().

@@ -76,7 +76,7 @@ class HostsWay : public Way {
   // by aggregators needs.
   std::optional<NetBlocks> blocks_;
   std::optional<AggregatedBlocks> aggregated_;
-  // What the sources of at_once() lie in.
+  // The memory of at_once()'s sources.
   struct OneShot {
     HostFold fold;
     NetBuffer own;

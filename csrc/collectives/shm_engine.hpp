@@ -49,7 +49,7 @@ class ShmEngine : public Engine {
   Domain domain_;
   Pool pool_;
   SkipState skip_;
-  // Of the turn that is executed.
+  // The context and the way belong to the turn that is executed.
   std::optional<Context> context_;
   std::optional<ShmWay> way_;
 };

@@ -75,7 +75,7 @@ class Way {
   };
   struct AtOnce {
     bool entered = false; // run() is to do it where there are no sources
-    // What this rank combines, before it enters anything else.
+    // This rank combines them before it enters anything else.
     std::optional<Sources> sources{};
   };
   virtual AtOnce at_once(OpDescriptor& mine, const Small& small) = 0;

@@ -92,10 +92,11 @@ class Carrier {
       size_t bytes,
       Stream stream) = 0;
 
-  // Where this rank's GPU sees memory of all ranks.
+  // The addresses at which this rank's GPU sees the memory of all ranks.
   struct Peers {
     std::vector<char*> arenas; // by rank; null: it does not reach that one
-    // What stores by multicast begin at, to all of them; null: there is none.
+    // A store by multicast from this address on goes to all arenas; null: there
+    // is none.
     char* multicast = nullptr;
   };
   // `bytes` of this rank's memory, for peers(); null: the carrier has no such

@@ -27,8 +27,8 @@ struct Task;
 // an event that Operation holds. Operations of a group run in the order of their
 // calls. None is awaited but the first one of its kind: sizes must fit before the
 // carrier may move anything, so that waits until all ranks have called the same.
-// Of later ones the device compares headers; where their sizes differ, ranks hang
-// in the carrier until those that look have asked each other what they are doing.
+// For later ones the device compares headers. If their sizes differ, ranks hang in
+// the carrier until those that look have asked each other what they are doing.
 //
 // Calls, and whoever waits for an operation or asks about it, look for operations
 // that have ended, deadlines and disagreements between ranks. After a failure
@@ -283,7 +283,7 @@ class CudaEngine {
   void allocate_arena(); // for the direct path
   bool reach_peers(const Deadline& deadline); // false: not all of them
   void give_up_arena(int without);
-  // Of a call of the carrier. `besides` is called now and then.
+  // Watches a call of the carrier, and calls `besides` now and then.
   void watch_start(
       const char* what,
       const Deadline& deadline,

@@ -57,7 +57,7 @@ struct Chunk {
   uint64_t block; // elements of a rank's block
 };
 
-// What ranks tell each other about a step before any of them changes anything:
+// Ranks tell each other this about a step before any of them changes anything:
 // the hash of the call, the rank's weight, found_inf, and a flag a tensor. It lies
 // in one of two forms.
 //
@@ -277,7 +277,7 @@ struct alignas(128) DirectSignals {
   uint64_t passed[kMaxDirectRanks];
 };
 
-// What a rank tells the others before a step: its raw header, in words, and where
+// A rank tells the others this before a step: its raw header, in words, and where
 // its gradients and parameters begin in its arena, in bytes, two words a tensor.
 constexpr size_t kMaxDirectTensors = 4000;
 struct DirectNotice {

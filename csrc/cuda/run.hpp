@@ -59,7 +59,7 @@ class Run {
     check("cudaEventRecord", cuda_.event_record(event.get(), from));
     check("cudaStreamWaitEvent", cuda_.stream_wait_event(to, event.get()));
   }
-  // Of this slot's bytes, from all ranks; `from` may be their place in `to`.
+  // Gathers bytes of this slot from all ranks; `from` may be their place in `to`.
   void gather(size_t from, size_t to, size_t bytes);
   bool alone() const {
     return e_.size_ == 1;

@@ -20,7 +20,7 @@
 namespace fusedpg::cuda {
 namespace {
 
-// What ranks exchange at the first call of a kind: a header's hash.
+// Ranks exchange a header's hash and weight at the first call of a kind.
 constexpr size_t kKindBytes = kHeaderFlags;
 
 } // namespace

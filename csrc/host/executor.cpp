@@ -202,7 +202,7 @@ void Executor::finish_position(uint64_t position, Lock& lock) {
   wake_for_rest();
 }
 
-// What was asked for while this thread was busy is the progress thread's again.
+// The progress thread takes over the operations that were queued meanwhile.
 void Executor::wake_for_rest() {
   if (!queue_.empty()) {
     wake();

@@ -43,7 +43,7 @@ class Executor {
 
   // The turn of a synchronous operation before which nothing is queued or runs:
   // while it lives, the operation of this ticket is what its thread executes.
-  // Where something is before it there is no turn, and run() is the way.
+  // If something is before it, there is no turn, and the caller takes run().
   class Turn {
    public:
     explicit Turn(Executor& executor);
