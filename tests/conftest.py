@@ -83,6 +83,13 @@ def _workers_end_with_the_session() -> Iterator[None]:
     harness.close_pools()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _pools_leave_memory_to_others() -> Iterator[None]:
+    """A process of a pool takes 0.1 to 0.3 GB: all pools of the suite took 18 GB."""
+    yield
+    harness.close_pools(keep=24)
+
+
 @pytest.fixture(params=[1, 2, 3, harness.slow(4)], ids=lambda size: f"world{size}")
 def workers(request: pytest.FixtureRequest) -> harness.Workers:
     """A pool of 1, 2, 3 and 4 ranks in turn."""

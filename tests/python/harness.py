@@ -412,9 +412,10 @@ _pools: dict[Any, Workers] = {}
 def pool(world_size: int, **options: Any) -> Workers:
     """The shared pool of this size and these options, alive and usable."""
     key = (world_size, repr(sorted(options.items())))
-    workers = _pools.get(key)
+    workers = _pools.pop(key, None)
     if workers is None or workers.broken:
-        workers = _pools[key] = Workers(world_size, **options)
+        workers = Workers(world_size, **options)
+    _pools[key] = workers  # the last one: it was used last
     return workers
 
 
@@ -482,10 +483,10 @@ def fake_gpu(**more: str) -> dict[str, Any]:
     }
 
 
-def close_pools() -> None:
-    """Ends the workers of all shared pools."""
-    while _pools:
-        _pools.popitem()[1].close()
+def close_pools(keep: int = 0) -> None:
+    """Ends the workers of shared pools, least recently used first, but for `keep` processes."""
+    while sum(workers.world_size for workers in _pools.values()) > keep:
+        _pools.pop(next(iter(_pools))).close()
 
 
 def slow(*values: Any) -> Any:
