@@ -85,7 +85,7 @@ def _workers_end_with_the_session() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _pools_leave_memory_to_others() -> Iterator[None]:
-    """A process of a pool takes 0.1 to 0.3 GB: all pools of the suite took 18 GB."""
+    """A process of a pool takes 0.1 GB or more, and pytest's three workers had 177 of them."""
     yield
     harness.close_pools(keep=24)
 

@@ -415,7 +415,7 @@ def pool(world_size: int, **options: Any) -> Workers:
     workers = _pools.pop(key, None)
     if workers is None or workers.broken:
         workers = Workers(world_size, **options)
-    _pools[key] = workers  # the last one: it was used last
+    _pools[key] = workers  # at the end: close_pools() ends the first ones first
     return workers
 
 
@@ -484,7 +484,7 @@ def fake_gpu(**more: str) -> dict[str, Any]:
 
 
 def close_pools(keep: int = 0) -> None:
-    """Ends the workers of shared pools, least recently used first, but for `keep` processes."""
+    """Ends shared pools, the least recently used first, until at most `keep` processes are left."""
     while sum(workers.world_size for workers in _pools.values()) > keep:
         _pools.pop(next(iter(_pools))).close()
 

@@ -141,11 +141,11 @@ def test_sender_dies_within_a_message_from_any_rank() -> None:
     with harness.Workers(3, timeout=60, oracle=False) as workers:
         workers.start(faults.send_large, 20_000_000, ranks=[1])
         workers.start(faults.hear, 1, ranks=[0])
-        assert workers.collect(20, ranks=[0]) == [None]
+        assert workers.collect(60, ranks=[0]) == [None]
         workers.signal(1, signal.SIGSTOP)
         workers.start(faults.receive_from_any, 20_000_000, ranks=[0])
         wait_for(workers, "receives", [0])
-        time.sleep(0.5)  # some of it is read; it makes no difference how much
+        time.sleep(0.5)  # rank 0 reads the first part; the same error is due if it has not
         workers.signal(1, signal.SIGKILL)
         [text] = workers.collect(20, ranks=[0])
         assert "rank 1" in text, text

@@ -491,6 +491,9 @@ def test_cuda_library() -> None:
     assert version is not None
     assert head.version == int(version[1]), "the library is not of these sources"
     assert head.bytes % 8 == 0
+    # The last functions of the table are those of the direct path.
+    words = ctypes.cast(function(), ctypes.POINTER(ctypes.c_uint64))
+    assert all(words[word] for word in range(head.bytes // 8)), "a function is missing"
 
 
 def tracked() -> set[str]:

@@ -208,14 +208,14 @@ def large_loop(context: Context, numel: int, seed: int) -> str:
 
 
 def send_large(context: Context, numel: int) -> None:
-    """A message that its receiver has not asked for yet, and a word after it."""
+    """A message that its receiver has not asked for yet, and a short one after it."""
     dist.isend(torch.ones(numel), 0)
     dist.isend(torch.ones(1), 0, tag=1)
     time.sleep(1000)
 
 
 def hear(context: Context, source: int) -> None:
-    """Once the word after the large message is here, so is its first part."""
+    """Receives the short message, before which the first part of the large one has come."""
     dist.recv(torch.zeros(1), source, tag=1)
 
 
