@@ -11,7 +11,7 @@ namespace fusedpg::cuda {
 using Stream = void*; // cudaStream_t
 using Event = void*; // cudaEvent_t
 
-constexpr uint32_t kCudaApiVersion = 9;
+constexpr uint32_t kCudaApiVersion = 10;
 constexpr int kSuccess = 0;
 constexpr int kNoMemory = 2; // cudaErrorMemoryAllocation
 constexpr int kNotReady = 600; // cudaErrorNotReady

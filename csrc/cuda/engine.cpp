@@ -353,7 +353,7 @@ void CudaEngine::watch(const Operation& operation) {
     }
     const Operation& first = front ? *front : operation;
     if (suspicious(first)) {
-      look_at_peers(first);
+      look_at_peers(first.summary, &first);
     }
   }
   check_failed();
@@ -397,9 +397,7 @@ void CudaEngine::look_at_operations() {
     const uint64_t late = this->late();
     // Not if the first one is only about to be completed.
     const bool later = state == kSuccess && sequence > first->sequence;
-    // Headers of ranks that have not come differ, too.
-    const bool absent = late != 0 && late <= sequence;
-    if (sequence != 0 && !later && !absent) {
+    if (sequence != 0 && !later) {
       // Of what a graph holds, the facts are not known any more.
       OpDescriptor facts;
       std::string summary = first->summary;
@@ -436,7 +434,7 @@ void CudaEngine::look_at_operations() {
       if (ends && first->deadline_.expired()) {
         fail_timeout(*first);
       } else if (ends && suspicious(*first)) {
-        look_at_peers(*first);
+        look_at_peers(first->summary, first.get());
       }
       return;
     }

@@ -240,11 +240,12 @@ class CudaEngine {
       std::chrono::milliseconds patience,
       Question question);
   // Throws if another rank is known to be dead, or has failed; `waiting`: what
-  // this rank waits for.
-  void look_at_peers(const std::string& waiting);
-  // The same, and fails the engine if the next rank has called something else:
-  // where sizes differ, both may wait for ever.
-  void look_at_peers(const Operation& operation);
+  // this rank waits for. If that is an operation, also fails the engine if the
+  // next rank has called something else: where sizes differ, both may wait for
+  // ever. One question to the store.
+  void look_at_peers(
+      const std::string& waiting,
+      const Operation* operation = nullptr);
   // Says what this rank is doing, and what the others say of the same
   // operation.
   struct Said {
@@ -361,6 +362,14 @@ class CudaEngine {
 
   std::mutex asking_;
   std::future<std::string> asked_;
+  // The call that this rank last told the store, and the next rank's as of the
+  // last look. Questions use it, one at a time.
+  struct KnownCalls {
+    std::string mine;
+    std::string next;
+  };
+  const std::shared_ptr<KnownCalls> known_calls_ =
+      std::make_shared<KnownCalls>();
 };
 
 } // namespace fusedpg::cuda

@@ -126,6 +126,10 @@ struct PrepareArgs {
   // Host memory that the device writes: receives `sequence` if ranks disagree.
   uint64_t* mismatch;
   uint64_t sequence;
+  // PeerAccess's, behind an exchange of headers, which may have ended early: no
+  // tensor's scalars say to update then, and no counter moves. Null: others.
+  const uint64_t* stop;
+  const uint64_t* late;
 };
 
 // wire[p * block + piece.wire + i] = weight * grad[p * shard + begin + i] for

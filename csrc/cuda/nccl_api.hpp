@@ -25,12 +25,9 @@ enum NcclResult : int {
 };
 
 enum NcclDataType : int {
-  kNcclInt8 = 0,
   kNcclUint8 = 1,
   kNcclInt32 = 2,
-  kNcclUint32 = 3,
   kNcclInt64 = 4,
-  kNcclUint64 = 5,
   kNcclFloat16 = 6,
   kNcclFloat32 = 7,
   kNcclFloat64 = 8,

@@ -27,6 +27,7 @@ constexpr std::chrono::microseconds kPoll{50};
 constexpr char kSaidEnd = '\n';
 const char* const kFailedKey = "cuda/failed";
 const char* const kFailures = "cuda/failures"; // how many
+const char* const kDiffers = "differs"; // no rank's failure
 
 NcclResult finish_call(
     const NcclApi& nccl,
@@ -191,47 +192,54 @@ CudaEngine::Said CudaEngine::tell_ranks(
   return {answer->substr(end + 1), answer->substr(0, end)};
 }
 
-void CudaEngine::look_at_peers(const std::string& waiting) {
+void CudaEngine::look_at_peers(
+    const std::string& waiting,
+    const Operation* operation) {
   if (check_peers_) {
     check_peers_(waiting);
   }
   if (size_ == 1) {
     return;
   }
-  const auto failed = ask_within(kWatch, [](Rendezvous& store) {
-    return store.has(kFailedKey) ? store.get(kFailedKey, Deadline(kAskRanks))
-                                 : std::string();
-  });
-  if (failed && !failed->empty()) {
+  std::string turn;
+  std::string mine;
+  if (operation != nullptr) {
+    turn = formatted("{} ", operation->sequence);
+    mine = formatted("{}{}", turn, hash_of(operation->facts()));
+  }
+  const auto look = [turn,
+                     mine,
+                     known = known_calls_,
+                     me = rank_,
+                     next = (rank_ + 1) % size_](Rendezvous& store) {
+    if (store.has(kFailedKey)) {
+      return store.get(kFailedKey, Deadline(kAskRanks));
+    }
+    std::string& theirs = known->next;
+    if (mine.empty()) {
+      return std::string();
+    }
+    const auto key = [](int rank) { return formatted("cuda/call/{}", rank); };
+    if (known->mine != mine) {
+      store.set(key(me), mine);
+      known->mine = mine;
+    }
+    // Once they have agreed about an operation there is nothing to ask.
+    if (theirs != mine && (!theirs.empty() || store.has(key(next)))) {
+      theirs = store.get(key(next), Deadline(kAskRanks));
+    }
+    const bool differs = theirs.starts_with(turn) && theirs != mine;
+    return std::string(differs ? kDiffers : "");
+  };
+  const auto found = ask_within(kWatch, look);
+  if (found == kDiffers) {
+    fail_mismatch(operation->sequence, operation->facts(), operation->summary);
+  } else if (found && !found->empty()) {
     fail(
         ErrorKind::kPeerFailed,
         "fused: {}: another rank has failed: {}",
         waiting,
-        *failed);
-  }
-}
-
-void CudaEngine::look_at_peers(const Operation& operation) {
-  look_at_peers(operation.summary);
-  if (size_ == 1) {
-    return;
-  }
-  const std::string turn = formatted("{} ", operation.sequence);
-  const auto compare = [turn,
-                        mine =
-                            formatted("{}{}", turn, hash_of(operation.facts())),
-                        me = rank_,
-                        next = (rank_ + 1) % size_](Rendezvous& store) {
-    const auto key = [](int rank) { return formatted("cuda/call/{}", rank); };
-    store.set(key(me), mine);
-    const std::string theirs = store.has(key(next))
-        ? store.get(key(next), Deadline(kAskRanks))
-        : std::string();
-    return theirs.starts_with(turn) && theirs != mine ? theirs : std::string();
-  };
-  const auto other = ask_within(kWatch, compare);
-  if (other && !other->empty()) {
-    fail_mismatch(operation.sequence, operation.facts(), operation.summary);
+        *found);
   }
 }
 

@@ -43,7 +43,7 @@ class Run {
         config_(step_config()),
         path_(select_step_path(config_)),
         folds_(select_folds(config_, path_)),
-        rides_(path_ == GpuPath::kStock && task.reduces && !alone()) {}
+        rides_(select_rides(config_, path_, weighted_)) {}
 
   // Takes the memory that the operation needs. Throws before anything has been
   // enqueued; other ranks wait then until this one calls it again.

@@ -35,6 +35,15 @@ bool select_folds(const StepConfig& c, GpuPath path) {
       path == GpuPath::kStock && wide_type(c.grad_type) != c.grad_type;
 }
 
+bool select_rides(const StepConfig& c, GpuPath path, bool weighted) {
+  // Headers of a reduce-scatter have room for every rank's weight, for every
+  // rank: 8 elements each, which are 128 KiB of fp32 here.
+  constexpr int kMostWeights = 64;
+  const bool fits =
+      !weighted || c.world_size <= kMostWeights || select_folds(c, path);
+  return path == GpuPath::kStock && c.reduces && c.world_size > 1 && fits;
+}
+
 size_t select_whole(const StepConfig& c, GpuPath path, bool packs) {
   // Below this a whole tensor is not worth a chunk of its own.
   constexpr size_t kWholeBytes = size_t(1) << 20;

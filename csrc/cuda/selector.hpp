@@ -41,6 +41,10 @@ GpuPath select_step_path(const StepConfig& config);
 // before the update and no overflow, and the CPU's bits.
 bool select_folds(const StepConfig& config, GpuPath path);
 
+// Whether headers lie behind the gradients of the first chunk, so that they cost
+// no collective; else ranks gather them first.
+bool select_rides(const StepConfig& config, GpuPath path, bool weighted);
+
 // Elements from which a tensor is a chunk of its own, and not packed. `packs`:
 // none can be.
 size_t select_whole(const StepConfig& config, GpuPath path, bool packs);

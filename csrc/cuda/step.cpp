@@ -294,6 +294,10 @@ void Run::prepare() {
   p.found_inf = task_.found_inf;
   p.mismatch = &e_.flags_->mismatch;
   p.sequence = operation_->sequence;
+  if (path_ == GpuPath::kDirect) {
+    p.stop = e_.peers_->stop;
+    p.late = e_.peers_->late;
+  }
   check("prepare", cuda_.prepare(&p, compute_));
 }
 

@@ -31,20 +31,29 @@ inline Settings cuda_settings(size_t chunk_bytes = 2048, size_t arena = 0) {
   return s;
 }
 
+inline void wait_until(const std::function<bool()>& condition) {
+  const Deadline deadline(kLong);
+  while (!condition() && CHECK(!deadline.expired())) {
+    std::this_thread::sleep_for(milliseconds(1));
+  }
+}
+
 // A part of the test's store.
 class StorePart : public Rendezvous {
  public:
   // While `*stuck` nothing is answered; while `*gone` every request throws, as
-  // c10d's stores do, what is not an Error.
+  // c10d's stores do, what is not an Error. `*requests` counts them.
   StorePart(
       Store& store,
       std::string name,
-      const std::atomic<bool>* stuck,
-      const std::atomic<bool>* gone = nullptr)
+      const std::atomic<bool>* stuck = nullptr,
+      const std::atomic<bool>* gone = nullptr,
+      std::atomic<int>* requests = nullptr)
       : store_(store),
         name_(std::move(name)),
         stuck_(stuck),
-        gone_(gone) {}
+        gone_(gone),
+        requests_(requests) {}
   void set(const std::string& key, const std::string& value) override {
     answer();
     store_.set(name_ + key, value);
@@ -63,6 +72,9 @@ class StorePart : public Rendezvous {
 
  private:
   void answer() const {
+    if (requests_ != nullptr) {
+      ++*requests_;
+    }
     while (stuck_ != nullptr && *stuck_) {
       std::this_thread::sleep_for(milliseconds(1));
     }
@@ -75,6 +87,7 @@ class StorePart : public Rendezvous {
   const std::string name_;
   const std::atomic<bool>* const stuck_;
   const std::atomic<bool>* const gone_;
+  std::atomic<int>* const requests_;
 };
 
 struct EngineWith {
@@ -82,6 +95,7 @@ struct EngineWith {
   std::string name; // of the group, in the store
   const std::atomic<bool>* stuck = nullptr; // whether the store is
   const std::atomic<bool>* gone = nullptr; // likewise
+  std::atomic<int>* requests = nullptr; // to the store
   Reach reach = Reach::kAll;
   CudaEngine::CheckPeers check_peers = nullptr;
   const cuda::NcclApi* nccl = &fake_gpu::nccl();
@@ -136,7 +150,8 @@ struct GpuRank {
                 store,
                 with.name,
                 with.stuck,
-                with.gone),
+                with.gone,
+                with.requests),
             with.check_peers,
             Deadline(with.deadline),
             size == 1 ? nullptr

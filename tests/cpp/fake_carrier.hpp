@@ -93,11 +93,10 @@ class FakeCarrier final : public cuda::Carrier {
     }
     const std::string text = store.get(key, Deadline(kLong));
     std::memcpy(id.internal, text.data(), sizeof id.internal);
-    fake::NcclConfig config;
     check(
         "ncclCommInitRankConfig",
         fake_gpu::nccl().comm_init_rank_config(
-            &comm_, size, id, rank, &config));
+            &comm_, size, id, rank, nullptr));
   }
   ~FakeCarrier() override {
     if (!aborted_.exchange(true)) {
@@ -184,12 +183,7 @@ class FakeCarrier final : public cuda::Carrier {
   }
 
  private:
-  // NCCL_COMM_BLOCKING=0 makes its calls return at once.
   void check(const char* what, cuda::NcclResult result) const {
-    while (result == cuda::kNcclInProgress && !aborted_) {
-      std::this_thread::sleep_for(std::chrono::microseconds(100));
-      fake_gpu::nccl().comm_get_async_error(comm_, &result);
-    }
     if (aborted_ || result != cuda::kNcclSuccess) {
       fail(
           aborted_ ? ErrorKind::kAborted : ErrorKind::kSystem,

@@ -275,6 +275,68 @@ TEST(cuda_engine_calls_of_a_steady_step) {
   }
 }
 
+// In a step of more than a second each look is one request to the store, once a
+// rank knows that the next one is in the same step.
+TEST(cuda_engine_looks_of_a_long_step) {
+  const Clean clean;
+  std::atomic<bool> go{false};
+  on_threads(2, [&](int rank, Store& store) {
+    std::atomic<int> requests{0};
+    std::atomic<int> looks{0};
+    EngineWith with;
+    with.requests = &requests;
+    with.check_peers = [&](const std::string&) { ++looks; };
+    GpuRank r(rank, 2, store, with);
+    GpuTraining training(r, adam(), kSingles, {3000});
+    training.load();
+    training.step();
+    training.check();
+    r.engine.drain(kLong);
+    training.load();
+    CHECK_EQ(hooks().hold(r.stream, &go), 0);
+    const OperationPtr op = training.step();
+    const auto look = [&](int times) {
+      const int until = looks + times;
+      wait_until([&] { return op->is_completed() || looks >= until; });
+    };
+    look(2);
+    r.meet("told");
+    look(2);
+    const int others = requests - looks;
+    look(6);
+    // The one before the first of these may have been late.
+    CHECK(requests - looks <= others + 3);
+    r.meet("counted");
+    go = true;
+    training.check();
+  });
+}
+
+// Headers of a reduce-scatter have no room for so many weights.
+TEST(cuda_engine_weights_of_many_ranks) {
+  constexpr int kRanks = 65;
+  const Clean clean("FUSEDPG_FAKE_DEVICES", "65");
+  EngineWith with;
+  with.settings = cuda_settings(size_t{1} << 20); // one chunk
+  with_gpus(
+      kRanks,
+      [](GpuRank& r) {
+        hooks().set_delay(0);
+        GpuTraining training(r, adam(), kSingles, {70, 3});
+        training.weights.assign(kRanks, 0.5);
+        training.weights[64] = 3;
+        for (int step = 0; step < 2; ++step) {
+          training.load();
+          training.step();
+          training.check();
+        }
+      },
+      with);
+  // The kind; in each step headers and parameters.
+  CHECK_EQ(hooks().calls("ncclAllGather"), kRanks * (1 + 2 * 2u));
+  CHECK_EQ(hooks().calls("ncclReduceScatter"), kRanks * 2u);
+}
+
 TEST(cuda_engine_reuses_memory) {
   const Clean clean;
   with_gpus(2, [](GpuRank& r) {

@@ -6,17 +6,6 @@ namespace fusedpg::test {
 
 using namespace cuda; // NOLINT: all of this is about it
 
-namespace {
-
-void wait_until(const std::function<bool()>& condition) {
-  const Deadline deadline(kLong);
-  while (!condition() && CHECK(!deadline.expired())) {
-    std::this_thread::sleep_for(milliseconds(1));
-  }
-}
-
-} // namespace
-
 // A call of the carrier that does not return: its caller holds the engine.
 TEST(cuda_teardown_caller_inside_the_carrier) {
   const Clean clean;
@@ -85,7 +74,6 @@ TEST(cuda_teardown_calls_of_nccl) {
   CHECK_EQ(hooks().calls("ncclAllReduce"), 0u);
   CHECK_EQ(hooks().calls("ncclReduceScatter"), 2 * chunks);
   CHECK_EQ(hooks().calls("ncclAllGather"), 2 * chunks + 2);
-  CHECK_EQ(hooks().calls("ncclInProgress"), 0u);
   // Left to the engine, it is one chunk.
   hooks().reset();
   EngineWith with;
@@ -101,24 +89,6 @@ TEST(cuda_teardown_calls_of_nccl) {
       with);
   CHECK_EQ(hooks().calls("ncclReduceScatter"), 2u);
   CHECK_EQ(hooks().calls("ncclAllGather"), 4u);
-}
-
-// As NCCL_COMM_BLOCKING says to every communicator.
-TEST(cuda_teardown_nonblocking_by_environment) {
-  const Clean clean("NCCL_COMM_BLOCKING", "0");
-  with_gpus(
-      2,
-      [](GpuRank& r) {
-        GpuTraining training(
-            r, adam(), kSingles, {3000}, static_cast<char*>(r.engine.arena()));
-        training.direct = true;
-        training.load();
-        training.step();
-        training.check();
-      },
-      with_arena());
-  CHECK(hooks().calls("ncclInProgress") > 0);
-  CHECK_EQ(hooks().now().bad_handles, 0u);
 }
 
 // An abort while a kernel of the direct path waits for a rank, in the step or in
@@ -237,37 +207,51 @@ TEST(cuda_teardown_replay_after_the_timeout) {
 
 // Nobody looks: a kernel that waits for a rank ends by itself, and it is known.
 // What a late exchange has not left, no step behind it uses: the header that lies
-// there from the step before may agree, or not.
+// there from the step before may agree, or not. Nor does a step use what some
+// blocks of a late one have left.
 TEST(cuda_teardown_direct_step_without_a_peer) {
-  // The exchange or the step itself is late, and what lr is multiplied by.
-  for (const auto& [late, factor] :
-       std::vector<std::pair<int, double>>{{1, 1}, {1, 2}, {2, 1}}) {
-    const int nth = late;
-    const double faster = factor;
+  struct Case {
+    int nth; // what rank 1 begins late: the exchange, the step
+    double faster; // what lr is multiplied by
+    bool first_met = false; // its first block does not wait for rank 1's
+    std::vector<size_t> counts = {3000, 70};
+  };
+  const Case cases[] = {
+      {1, 1},
+      {1, 2},
+      {2, 1},
+      {1, 1, true},
+      // The second block has flags.
+      {1, 1, true, std::vector<size_t>(2100, 8)}};
+  for (const Case& c : cases) {
+    const int nth = c.nth;
+    EngineWith with = with_arena();
+    with.settings.cuda_arena_bytes *= 4;
     const Clean clean;
     hooks().set_delay(0);
     on_threads(2, [&](int rank, Store& store) {
-      GpuRank r(rank, 2, store, with_arena());
-      GpuTraining training(
-          r,
-          adam(),
-          kSingles,
-          {3000, 70},
-          static_cast<char*>(r.engine.arena()));
+      GpuRank r(rank, 2, store, with);
+      auto* arena = static_cast<char*>(r.engine.arena());
+      GpuTraining training(r, adam(), kSingles, c.counts, arena);
       training.direct = true;
       training.load();
       training.step();
       training.check();
       training.load();
       training.timeout = milliseconds(300);
-      training.call.hypers[0].lr *= faster;
+      training.call.hypers[0].lr *= c.faster;
       r.sync();
       const GpuBuffer& param = training.param(0);
       const Bytes before(param.data(), param.data() + param.bytes());
       const float counted = training.counted(0);
+      const size_t last = c.counts.size() - 1;
       r.meet("first step");
       if (rank == 1) {
         hooks().stall(1, nth, 2000);
+      } else if (c.first_met) {
+        auto* room =
+            reinterpret_cast<DirectRoom*>(arena + r.engine.arena_bytes());
+        ++room->signals[0].passed[1];
       }
       r.meet("begin");
       const auto begin = Clock::now();
@@ -277,6 +261,7 @@ TEST(cuda_teardown_direct_step_without_a_peer) {
         CHECK(seconds_since(begin) < 1.5);
         CHECK(nth == 2 || param.holds(before));
         CHECK(nth == 2 || training.counted(0) == counted);
+        CHECK(nth == 2 || training.counted(last) == counted);
         expect_error(
             ErrorKind::kTimeout, {"did not finish within 300 ms"}, [&] {
               training.step();

@@ -196,6 +196,30 @@ TEST(selector_cuda_chunks) {
   CHECK_EQ(whole(true, false, GpuPath::kRing, DType::kBFloat16), never);
 }
 
+TEST(selector_cuda_rides) {
+  const auto rides = [](int size,
+                        bool weighted,
+                        DType type = DType::kFloat32,
+                        GpuPath path = GpuPath::kStock,
+                        bool reduces = true) {
+    cuda::StepConfig c;
+    c.world_size = size;
+    c.grad_type = type;
+    c.reduces = reduces;
+    return cuda::select_rides(c, path, weighted);
+  };
+  CHECK(rides(2, false));
+  CHECK(rides(2, true));
+  CHECK(!rides(1, false));
+  CHECK(!rides(2, false, DType::kFloat32, GpuPath::kStock, false));
+  CHECK(!rides(2, false, DType::kFloat32, GpuPath::kRing));
+  CHECK(!rides(2, false, DType::kFloat32, GpuPath::kDirect));
+  CHECK(rides(1000, false));
+  CHECK(rides(64, true));
+  CHECK(!rides(65, true));
+  CHECK(rides(65, true, DType::kBFloat16)); // by bytes, in an all-to-all
+}
+
 TEST(selector_cuda_folds) {
   cuda::StepConfig c;
   c.world_size = 2;

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
-#include <sstream>
 
 namespace fusedpg::fake {
 
@@ -27,31 +26,9 @@ Calls::Calls() {
   read_environment();
 }
 
-// FUSEDPG_FAKE_FAIL: "function:nth:code[:rank]", and FUSEDPG_FAKE_STALL:
-// "nth:milliseconds[:rank]", with commas between several.
 void Calls::read_environment() {
   delay = static_cast<uint32_t>(from_environment("FUSEDPG_FAKE_DELAY_US", 200));
   seed = static_cast<uint32_t>(from_environment("FUSEDPG_FAKE_SEED", 1));
-  const auto read = [this](const char* name, const std::string& prefix) {
-    const char* text = std::getenv(name);
-    std::istringstream items(text == nullptr ? "" : text);
-    for (std::string item; std::getline(items, item, ',');) {
-      std::istringstream parts(prefix + item);
-      std::vector<std::string> part;
-      for (std::string p; std::getline(parts, p, ':');) {
-        part.push_back(p);
-      }
-      if (part.size() >= 3) {
-        faults_.push_back(
-            {part[0],
-             part.size() > 3 ? std::atoi(part[3].c_str()) : -1,
-             std::atoi(part[1].c_str()),
-             std::atoi(part[2].c_str())});
-      }
-    }
-  };
-  read("FUSEDPG_FAKE_FAIL", "");
-  read("FUSEDPG_FAKE_STALL", std::string(kStall) + ":");
 }
 
 int Calls::take_fault(const std::string& function, int rank) {
@@ -72,16 +49,11 @@ int Calls::enter(const char* function, int rank) {
   return take_fault(function, rank);
 }
 
-int Calls::begin(const Executed& executed, uint64_t bytes) {
+int Calls::begin(const Executed& executed) {
   const std::lock_guard<std::mutex> lock(mutex_);
   ++begun_;
-  bytes_[executed.op] += bytes;
   order_.push_back(executed);
   return take_fault(kStall, executed.rank);
-}
-
-void Calls::end() {
-  ++ended_;
 }
 
 void Calls::mistake(std::atomic<uint64_t>& counter, const std::string& text) {
@@ -120,14 +92,10 @@ void Calls::add_fault(
 void Calls::fill(Stats& s) {
   s.work = work_;
   s.collectives_begun = begun_;
-  s.collectives_ended = ended_;
   s.mismatches = mismatches;
   s.bad_handles = bad_handles;
   s.freed_written = freed_written;
   const std::lock_guard<std::mutex> lock(mutex_);
-  s.all_reduce_bytes = bytes_[kAllReduce];
-  s.reduce_scatter_bytes = bytes_[kReduceScatter];
-  s.all_gather_bytes = bytes_[kAllGather];
   s.notes = notes_;
   std::strncpy(s.note, note_.c_str(), sizeof s.note - 1);
 }
@@ -137,10 +105,9 @@ void Calls::reset() {
   counts_.clear();
   faults_.clear();
   order_.clear();
-  std::fill(std::begin(bytes_), std::end(bytes_), 0);
   notes_ = 0;
   note_.clear();
-  work_ = begun_ = ended_ = 0;
+  work_ = begun_ = 0;
   mismatches = bad_handles = freed_written = 0;
   sticky = 0;
   read_environment();

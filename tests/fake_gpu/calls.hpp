@@ -22,8 +22,7 @@ class Calls {
   // Counts a call; returns what it must fail with, or 0.
   int enter(const char* function, int rank = -1);
   // How long the operation that begins now must sleep first.
-  int begin(const Executed& executed, uint64_t bytes);
-  void end();
+  int begin(const Executed& executed);
   void worked() {
     ++work_;
   }
@@ -60,12 +59,10 @@ class Calls {
   std::map<std::string, uint64_t> counts_;
   std::vector<Fault> faults_;
   std::vector<Executed> order_;
-  uint64_t bytes_[kOps] = {};
   uint64_t notes_ = 0;
   std::string note_;
   std::atomic<uint64_t> work_{0};
   std::atomic<uint64_t> begun_{0};
-  std::atomic<uint64_t> ended_{0};
 };
 
 inline Calls& calls() {

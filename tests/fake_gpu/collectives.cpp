@@ -17,18 +17,12 @@ namespace {
 
 DType element(NcclDataType type) {
   switch (type) {
-    case kNcclInt8:
-      return DType::kInt8;
     case kNcclUint8:
       return DType::kUInt8;
     case kNcclInt32:
       return DType::kInt32;
-    case kNcclUint32:
-      return DType::kUInt32;
     case kNcclInt64:
       return DType::kInt64;
-    case kNcclUint64:
-      return DType::kUInt64;
     case kNcclFloat16:
       return DType::kFloat16;
     case kNcclFloat32:
@@ -45,8 +39,6 @@ RedOp operation(NcclRedOp op) {
   switch (op) {
     case kNcclSum:
       return RedOp::kSum;
-    case kNcclProd:
-      return RedOp::kProduct;
     case kNcclMax:
       return RedOp::kMax;
     case kNcclMin:
@@ -84,10 +76,7 @@ NcclResult Comm::launch(const Collective& c, void* stream) {
           c.count * type_size(c.type) * static_cast<size_t>(size)) {
     return kNcclInvalidArgument;
   }
-  return perform(coin(), [=, this] {
-    const int error = enqueue(stream, [this, c] { execute(c); }, device_);
-    return error == kSuccess ? kNcclSuccess : kNcclUnhandledCudaError;
-  });
+  return enqueue(stream, [this, c] { execute(c); });
 }
 
 // What the patch of NCCL does on the way, here one after the other.
@@ -99,56 +88,52 @@ NcclResult Comm::launch_ring(
   if (size < 2 || type_size(c.type) == 0 || c.count == 0) {
     return kNcclInvalidArgument;
   }
-  return perform(coin(), [=, this] {
-    // Of a library that was built without the functions (2), or without one
-    // protocol's (3), which NCCL takes for sizes between; or whose functions
-    // forget LAMB's half (4), amsgrad (5) or Nesterov's momentum (6).
-    const int64_t kind = from_environment("FUSEDPG_FAKE_PATCHED", 0);
-    const size_t bytes =
-        c.count * type_size(c.type) * static_cast<size_t>(size);
-    const bool between = bytes > (size_t(1) << 14) && bytes < (size_t(1) << 18);
-    const int protocol = how / 2 - 1;
-    const bool line = protocol < 0 ? between : protocol == 1;
-    const bool gathers = how % 2 != 0;
-    const bool empty = kind == 2 || (kind == 3 && line);
-    const auto run = [this, c, update, gathers, empty, kind] {
-      if (empty) {
-        return;
-      }
-      Collective part = c;
-      part.dst = static_cast<char*>(c.dst) +
-          static_cast<size_t>(rank) * c.count * type_size(c.type);
-      execute(part);
-      cuda::RingUpdate ring = *update;
-      const cuda::RingMode mode =
-          gathers ? cuda::RingMode::kUpdate : cuda::RingMode::kMoments;
-      const bool valid = ring.mode == mode && ring.skip_block == 0 &&
-          ring.update.chunk.block == c.count && ring.update.grads == part.dst &&
-          ring.update.params_out == part.dst;
-      if (!valid) {
-        calls().bad_handle(0, "a RingUpdate that does not fit its call");
-        return;
-      }
-      ring.update.amsgrad = ring.update.amsgrad && kind != 5;
-      ring.update.nesterov = ring.update.nesterov && kind != 6;
-      if (!gathers && kind == 4) {
-        return;
-      }
-      if (!gathers) {
-        // As channels do, which need not end where pieces do.
-        const uint64_t half = c.count / 2;
-        const auto add = [](const cuda::Sums& sums) { return sums; };
-        cuda::moments_range(ring, 0, 0, half, 0, 1, add);
-        cuda::moments_range(
-            ring, cuda::kRingChannels - 1, half, c.count, 0, 1, add);
-        return;
-      }
-      cuda::update_range(ring, 0, c.count, 0, 1);
-      execute({kAllGather, part.dst, c.dst, c.count, c.type, kNcclSum});
-    };
-    const int error = enqueue(stream, run, device_);
-    return error == kSuccess ? kNcclSuccess : kNcclUnhandledCudaError;
-  });
+  // Of a library that was built without the functions (2), or without one
+  // protocol's (3), which NCCL takes for sizes between; or whose functions
+  // forget LAMB's half (4), amsgrad (5) or Nesterov's momentum (6).
+  const int64_t kind = from_environment("FUSEDPG_FAKE_PATCHED", 0);
+  const size_t bytes = c.count * type_size(c.type) * static_cast<size_t>(size);
+  const bool between = bytes > (size_t(1) << 14) && bytes < (size_t(1) << 18);
+  const int protocol = how / 2 - 1;
+  const bool line = protocol < 0 ? between : protocol == 1;
+  const bool gathers = how % 2 != 0;
+  const bool empty = kind == 2 || (kind == 3 && line);
+  const auto run = [this, c, update, gathers, empty, kind] {
+    if (empty) {
+      return;
+    }
+    Collective part = c;
+    part.dst = static_cast<char*>(c.dst) +
+        static_cast<size_t>(rank) * c.count * type_size(c.type);
+    execute(part);
+    cuda::RingUpdate ring = *update;
+    const cuda::RingMode mode =
+        gathers ? cuda::RingMode::kUpdate : cuda::RingMode::kMoments;
+    const bool valid = ring.mode == mode && ring.skip_block == 0 &&
+        ring.update.chunk.block == c.count && ring.update.grads == part.dst &&
+        ring.update.params_out == part.dst;
+    if (!valid) {
+      calls().bad_handle(0, "a RingUpdate that does not fit its call");
+      return;
+    }
+    ring.update.amsgrad = ring.update.amsgrad && kind != 5;
+    ring.update.nesterov = ring.update.nesterov && kind != 6;
+    if (!gathers && kind == 4) {
+      return;
+    }
+    if (!gathers) {
+      // As channels do, which need not end where pieces do.
+      const uint64_t half = c.count / 2;
+      const auto add = [](const cuda::Sums& sums) { return sums; };
+      cuda::moments_range(ring, 0, 0, half, 0, 1, add);
+      cuda::moments_range(
+          ring, cuda::kRingChannels - 1, half, c.count, 0, 1, add);
+      return;
+    }
+    cuda::update_range(ring, 0, c.count, 0, 1);
+    execute({kAllGather, part.dst, c.dst, c.count, c.type, kNcclSum});
+  };
+  return enqueue(stream, run);
 }
 
 // In rank order, rounded to the type at each step as a ring does it.
@@ -176,7 +161,7 @@ void Comm::execute(const Collective& c) {
   const bool by_rank = c.op == kReduceScatter || c.op == kAllToAll;
   const size_t blocks = by_rank ? static_cast<size_t>(size) : 1;
   Executed executed{0, 0, c.count, c.op, rank};
-  if (!begin(executed, c.count * blocks * bytes, next_sequence_)) {
+  if (!begin(executed)) {
     return;
   }
   const auto* src = static_cast<const char*>(c.src);

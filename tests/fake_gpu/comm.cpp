@@ -17,10 +17,7 @@ using namespace cuda; // NOLINT: NCCL's names
 
 namespace {
 
-// For others to see kNcclInProgress at least once.
-constexpr std::chrono::microseconds kBackgroundDelay{500};
-
-// The device on which a job of a communicator runs.
+// A communicator's device, whose default stream a null one is.
 class OnDevice {
  public:
   explicit OnDevice(int device) : before_(current_device()) {
@@ -61,45 +58,14 @@ int nccl_version() {
   return static_cast<int>(from_environment("FUSEDPG_FAKE_NCCL_VERSION", 22809));
 }
 
-Comm::Comm(const NcclUniqueId& id, int rank, int size, bool blocking)
+Comm::Comm(const NcclUniqueId& id, int rank, int size)
     : rank(rank),
       size(size),
       id_(id),
-      blocking_(blocking),
-      device_(current_device()),
-      random_(calls().seed * 31 + static_cast<uint32_t>(rank)),
-      jobs_(std::make_unique<Fifo>()) {}
+      device_(current_device()) {}
 
 Comm::~Comm() {
   abort();
-}
-
-NcclResult Comm::perform(bool background, std::function<NcclResult()> job) {
-  if (!background) {
-    const OnDevice scope(device_);
-    return job();
-  }
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (jobs_ == nullptr) {
-    return kNcclInvalidUsage;
-  }
-  calls().enter("ncclInProgress");
-  state_ = kNcclInProgress;
-  jobs_->push([this, job = std::move(job)] {
-    current_device() = device_;
-    std::this_thread::sleep_for(kBackgroundDelay);
-    state_ = job();
-  });
-  return kNcclInProgress;
-}
-
-bool Comm::coin() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return !blocking_ && random_() % 2 == 0;
-}
-
-NcclResult Comm::init() {
-  return perform(!blocking_, [this] { return meet(); });
 }
 
 NcclResult Comm::meet() {
@@ -130,22 +96,7 @@ NcclResult Comm::meet() {
     return kNcclInternalError;
   }
   Segment::release(id_);
-  initialized_ = true;
   return kNcclSuccess;
-}
-
-NcclResult Comm::async_error() {
-  return static_cast<NcclResult>(state_.load());
-}
-
-NcclResult Comm::ready() {
-  const NcclResult state = async_error();
-  if (state == kNcclInProgress) {
-    calls().bad_handle(
-        0, "a call on a communicator whose last is still in progress");
-    return kNcclInvalidArgument;
-  }
-  return state;
 }
 
 uint64_t Comm::identity() const {
@@ -154,7 +105,7 @@ uint64_t Comm::identity() const {
 
 // --- operations --------------------------------------------------------------
 
-int Comm::enqueue(void* stream, std::function<void()> work, int device) {
+NcclResult Comm::enqueue(void* stream, std::function<void()> work) {
   // Work is outstanding until nobody can execute it any more: in a graph, until
   // the graph is destroyed.
   struct Token {
@@ -171,10 +122,11 @@ int Comm::enqueue(void* stream, std::function<void()> work, int device) {
       comm->changed_.notify_all();
     }
   };
+  const OnDevice scope(device_);
   cudaStreamCaptureStatus status{};
   unsigned long long capture = 0;
-  if (const int error = streams().capture_info(stream, &status, &capture)) {
-    return error;
+  if (streams().capture_info(stream, &status, &capture) != kSuccess) {
+    return kNcclUnhandledCudaError;
   }
   const int captured = status == cudaStreamCaptureStatusNone ? 0 : 1;
   std::unique_lock<std::mutex> lock(mutex_);
@@ -183,22 +135,23 @@ int Comm::enqueue(void* stream, std::function<void()> work, int device) {
   const auto token = std::make_shared<Token>(shared_from_this(), captured);
   lock.unlock();
   const std::lock_guard<std::mutex> order_lock(ordering_);
-  return streams().enqueue(
-      stream, [token, work = std::move(work)] { work(); }, device, &order_);
+  const int error = streams().enqueue(
+      stream, [token, work = std::move(work)] { work(); }, device_, &order_);
+  return error == kSuccess ? kNcclSuccess : kNcclUnhandledCudaError;
 }
 
-bool Comm::begin(Executed& executed, uint64_t bytes, uint64_t& sequence) {
+bool Comm::begin(Executed& executed) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (aborted_) {
       return false;
     }
     ++running_;
-    executed.sequence = sequence++;
+    executed.sequence = next_sequence_++;
   }
   executed.communicator = identity();
   executed.rank = rank;
-  const int stall = calls().begin(executed, bytes);
+  const int stall = calls().begin(executed);
   if (stall > 0) {
     const Deadline until{std::chrono::milliseconds(stall)};
     segment_->wait([&] { return until.expired(); }, [this] { return gone(); });
@@ -207,7 +160,6 @@ bool Comm::begin(Executed& executed, uint64_t bytes, uint64_t& sequence) {
 }
 
 void Comm::end() {
-  calls().end();
   const std::lock_guard<std::mutex> lock(mutex_);
   --running_;
   changed_.notify_all();
@@ -263,13 +215,14 @@ bool Comm::exchange(
 
 // --- the end -----------------------------------------------------------------
 
-NcclResult Comm::wait_outstanding() {
+void Comm::destroy() {
   std::unique_lock<std::mutex> lock(mutex_);
   // An abort ends operations; it does not end graphs.
   changed_.wait(lock, [this] {
     return outstanding_ == 0 || (aborted_ && persistent_ == 0);
   });
-  return kNcclSuccess;
+  lock.unlock();
+  abort();
 }
 
 void Comm::wait_aborted() {
@@ -277,28 +230,13 @@ void Comm::wait_aborted() {
   changed_.wait(lock, [this] { return aborted_.load(); });
 }
 
-NcclResult Comm::finalize() {
-  return perform(!blocking_, [this] { return wait_outstanding(); });
-}
-
-void Comm::destroy() {
-  wait_outstanding();
-  abort();
-}
-
 void Comm::abort() {
-  std::unique_ptr<Fifo> jobs;
   std::shared_ptr<Segment> segment;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     aborted_ = true;
     segment = segment_;
-    jobs.swap(jobs_);
     changed_.notify_all();
-  }
-  if (jobs != nullptr) {
-    jobs->drop();
-    jobs.reset();
   }
   if (segment != nullptr) {
     segment->ring();
@@ -339,11 +277,6 @@ std::shared_ptr<Comm> Comms::remove(void* handle) {
   const std::lock_guard<std::mutex> lock(mutex_);
   comms_.erase(handle);
   return found;
-}
-
-bool Comms::forget(void* handle) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return comms_.erase(handle) != 0;
 }
 
 size_t Comms::size() {

@@ -6,11 +6,9 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <random>
 #include <vector>
 
 #include "calls.hpp"
-#include "fifo.hpp"
 #include "segment.hpp"
 #include "streams.hpp"
 
@@ -28,31 +26,23 @@ struct Collective {
 // One rank of a communicator.
 class Comm : public std::enable_shared_from_this<Comm> {
  public:
-  Comm(const NcclUniqueId& id, int rank, int size, bool blocking);
+  Comm(const NcclUniqueId& id, int rank, int size);
   ~Comm();
 
-  // NCCL's functions, which begin with ready().
-  cuda::NcclResult init();
+  // NCCL's functions.
+  cuda::NcclResult meet();
   cuda::NcclResult launch(const Collective& collective, void* stream);
   cuda::NcclResult launch_ring(
       const Collective& collective,
       const cuda::RingUpdate* update,
       int how,
       void* stream);
-  cuda::NcclResult finalize();
   void destroy(); // waits for outstanding work
   void abort();
 
-  // Success, or what a call on a communicator in this state returns.
-  cuda::NcclResult ready();
-  cuda::NcclResult async_error();
-  bool initialized() const {
-    return initialized_;
-  }
-
   // Enqueues work that takes part in an operation of all ranks. It runs after
   // what was enqueued before, whichever stream that is on.
-  int enqueue(void* stream, std::function<void()> work, int device);
+  cuda::NcclResult enqueue(void* stream, std::function<void()> work);
   // Meets all ranks: `publish` runs when the slot may be written, `consume`
   // when all ranks have published. Ranks that do not agree hang, as with NCCL.
   // False when aborted.
@@ -60,29 +50,21 @@ class Comm : public std::enable_shared_from_this<Comm> {
       const Announcement& announcement,
       const std::function<void()>& publish,
       const std::function<void()>& consume);
-  // The beginning and the end of an operation of a sequence; begin() is false
-  // when it must not run.
-  bool begin(Executed& executed, uint64_t bytes, uint64_t& sequence);
+  // The beginning and the end of an operation; begin() is false when it must not
+  // run.
+  bool begin(Executed& executed);
   void end();
 
   uint64_t identity() const;
-  bool coin(); // whether to return kNcclInProgress this time
   void wait_aborted();
 
   const int rank;
   const int size;
-  std::atomic<int> asking{0}; // threads in ncclCommGetAsyncError
 
  private:
   bool gone() const {
     return aborted_;
   }
-  cuda::NcclResult meet();
-  cuda::NcclResult wait_outstanding();
-  // Runs `job` now, or in the background while ready() says kNcclInProgress.
-  cuda::NcclResult perform(
-      bool background,
-      std::function<cuda::NcclResult()> job);
   void execute(const Collective& collective);
   // dst = the fold of element `first` and on of all ranks' slots.
   void reduce(
@@ -92,25 +74,20 @@ class Comm : public std::enable_shared_from_this<Comm> {
       size_t count) const;
 
   const NcclUniqueId id_;
-  const bool blocking_;
   const int device_;
   std::shared_ptr<Segment> segment_;
-  std::atomic<bool> initialized_{false};
   std::atomic<bool> aborted_{false};
-  std::atomic<int> state_{cuda::kNcclSuccess};
 
   std::mutex mutex_;
   std::condition_variable changed_;
   int outstanding_ = 0; // enqueued and not executed
   int persistent_ = 0; // of these, held by graphs
   int running_ = 0; // executing
-  std::mt19937 random_;
   std::mutex ordering_; // of order_
   Record order_;
 
   std::mutex executing_; // collectives of one communicator do not overlap
   uint64_t next_sequence_ = 0;
-  std::unique_ptr<Fifo> jobs_;
 };
 
 // The communicators of this process, by handle.
@@ -119,7 +96,6 @@ class Comms {
   void* add(std::shared_ptr<Comm> comm);
   std::shared_ptr<Comm> find(void* handle);
   std::shared_ptr<Comm> remove(void* handle);
-  bool forget(void* handle); // whether it was there
   size_t size();
 
  private:

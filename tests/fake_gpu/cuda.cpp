@@ -243,15 +243,12 @@ int among_ranks(const Args* args, Stream stream) {
       stream,
       [copied = *args] {
         const PeerAccess& peers = copied.peers;
-        const int stall =
-            calls().begin({0, peers.sequence, 0, op, peers.rank}, 0);
+        const int stall = calls().begin({0, peers.sequence, 0, op, peers.rank});
         std::this_thread::sleep_for(std::chrono::milliseconds(stall));
-        const simt::AtOnce scope(
-            static_cast<unsigned>(from_environment("FUSEDPG_FAKE_BLOCKS", 3)));
+        const simt::AtOnce scope(3);
         if ((fusedpg_kernels_api()->*kKernel)(&copied, nullptr) != kSuccess) {
           calls().bad_handle(0, "arguments that the direct path refuses");
         }
-        calls().end();
       },
       current_device());
 }

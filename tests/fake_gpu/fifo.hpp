@@ -58,12 +58,6 @@ class Fifo {
     closed_ = true;
     changed_.notify_one();
   }
-  // Forgets what has not begun.
-  void drop() {
-    std::deque<Work> dropped;
-    const std::lock_guard<std::mutex> lock(mutex_);
-    dropped.swap(queue_);
-  }
   // The destructor would not wait.
   bool finished() const {
     return finished_;

@@ -31,10 +31,6 @@ struct Stats {
   // Since the last reset.
   uint64_t work; // kernels, copies and collectives that ended
   uint64_t collectives_begun;
-  uint64_t collectives_ended; // also by an abort
-  uint64_t all_reduce_bytes; // of inputs
-  uint64_t reduce_scatter_bytes;
-  uint64_t all_gather_bytes;
   // Mistakes of the caller.
   uint64_t mismatches; // collectives that ranks did not agree on
   uint64_t bad_handles; // unknown or ended streams, events, memory, ...

@@ -1,9 +1,7 @@
 // The exported functions of the fake NCCL.
 
-#include <chrono>
 #include <functional>
 #include <memory>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -17,9 +15,6 @@ using namespace cuda; // NOLINT: NCCL's names
 
 namespace {
 
-// For two to be there at once.
-constexpr std::chrono::microseconds kAsking{100};
-constexpr unsigned kConfigMagic = 0xcafebeef;
 constexpr unsigned kSimInfoMagic = 0x74685283;
 
 // Counts the call, makes its fault, finds the communicator and calls `body`.
@@ -43,9 +38,8 @@ thread_local std::vector<std::function<NcclResult()>> group_calls;
 
 // Launches now, or at the end of the thread's group.
 NcclResult launch(Comm& comm, std::function<NcclResult(Comm&)> call) {
-  const NcclResult ready = comm.ready();
-  if (ready != kNcclSuccess || group_depth == 0) {
-    return ready != kNcclSuccess ? ready : call(comm);
+  if (group_depth == 0) {
+    return call(comm);
   }
   group_calls.push_back([of = comm.shared_from_this(), call = std::move(call)] {
     return call(*of);
@@ -122,10 +116,9 @@ FUSEDPG_FAKE_EXPORT const char* ncclGetErrorString(NcclResult result) {
       return "invalid usage";
     case kNcclRemoteError:
       return "remote process exited or there was a network error";
-    case kNcclInProgress:
-      return "NCCL operation in progress";
+    default:
+      return "unknown result code";
   }
-  return "unknown result code";
 }
 
 FUSEDPG_FAKE_EXPORT const char* ncclGetLastError(NcclComm /*comm*/) {
@@ -149,58 +142,29 @@ FUSEDPG_FAKE_EXPORT NcclResult ncclCommInitRankConfig(
     int size,
     NcclUniqueId id,
     int rank,
-    NcclConfig* config) {
+    void* /* config */) {
   *handle = nullptr;
   if (const int fault = calls().enter("ncclCommInitRankConfig", rank)) {
     return static_cast<NcclResult>(fault);
   }
-  if (rank < 0 || rank >= size || size > kMaxRanks ||
-      (config != nullptr && config->magic != kConfigMagic)) {
+  if (rank < 0 || rank >= size || size > kMaxRanks) {
     return kNcclInvalidArgument;
   }
-  const bool blocking =
-      from_environment(
-          "NCCL_COMM_BLOCKING", config == nullptr ? 1 : config->blocking) != 0;
-  const auto comm = std::make_shared<Comm>(id, rank, size, blocking);
-  // Known before it has met the others, so that another thread may abort it.
-  void* const made = comms().add(comm);
-  __atomic_store_n(handle, made, __ATOMIC_RELEASE);
-  const NcclResult result = comm->init();
-  if (result != kNcclSuccess && result != kNcclInProgress &&
-      comms().forget(made)) {
-    __atomic_store_n(handle, nullptr, __ATOMIC_RELEASE);
-  }
+  const auto comm = std::make_shared<Comm>(id, rank, size);
+  const NcclResult result = comm->meet();
+  *handle = result == kNcclSuccess ? comms().add(comm) : nullptr;
   return result;
 }
 
+// Communicators block.
 FUSEDPG_FAKE_EXPORT NcclResult
-ncclCommGetAsyncError(NcclComm handle, NcclResult* error) {
-  return with_comm("ncclCommGetAsyncError", handle, [&](Comm& comm) {
-    // It ends jobs that are done: two at once would both.
-    if (++comm.asking > 1) {
-      calls().bad_handle(0, "two threads in ncclCommGetAsyncError");
-    }
-    *error = comm.async_error();
-    if (*error == kNcclInProgress) {
-      std::this_thread::sleep_for(kAsking);
-    }
-    --comm.asking;
-    return kNcclSuccess;
-  });
-}
-
-FUSEDPG_FAKE_EXPORT NcclResult ncclCommFinalize(NcclComm handle) {
-  return with_comm("ncclCommFinalize", handle, [](Comm& comm) {
-    const NcclResult ready = comm.ready();
-    return ready == kNcclSuccess ? comm.finalize() : ready;
-  });
+ncclCommGetAsyncError(NcclComm /* handle */, NcclResult* error) {
+  *error = kNcclSuccess;
+  return kNcclSuccess;
 }
 
 FUSEDPG_FAKE_EXPORT NcclResult ncclCommDestroy(NcclComm handle) {
   return with_comm("ncclCommDestroy", handle, [&](Comm& comm) {
-    if (!comm.initialized()) {
-      return kNcclInvalidArgument;
-    }
     const auto ended = comms().remove(handle);
     comm.destroy();
     return kNcclSuccess;

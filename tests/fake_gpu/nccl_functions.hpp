@@ -16,31 +16,15 @@ struct NcclUniqueId {
 
 enum NcclRedOp : int {
   kNcclSum = 0,
-  kNcclProd = 1,
   kNcclMax = 2,
   kNcclMin = 3,
   kNcclAvg = 4,
-};
-
-// ncclConfig_t as of 2.18: newer libraries take older, shorter structures.
-struct NcclConfig {
-  size_t size = sizeof(NcclConfig);
-  unsigned int magic = 0xcafebeef;
-  unsigned int version = 21800;
-  int blocking = 1;
-  int cga_cluster_size = kUndefined;
-  int min_ctas = kUndefined;
-  int max_ctas = kUndefined;
-  const char* net_name = nullptr;
-  int split_share = kUndefined;
-  static constexpr int kUndefined = INT32_MIN;
 };
 
 struct NcclFunctions : cuda::NcclApi {
   NcclFunctions(const cuda::NcclApi& api, const Hooks& from) : NcclApi(api) {
     from.find("ncclGetUniqueId", get_unique_id);
     from.find("ncclCommInitRankConfig", comm_init_rank_config);
-    from.find("ncclCommFinalize", comm_finalize);
     from.find("ncclCommDestroy", comm_destroy);
     from.find("ncclCommAbort", comm_abort);
     from.find("ncclAllReduce", all_reduce);
@@ -63,8 +47,7 @@ struct NcclFunctions : cuda::NcclApi {
       int size,
       NcclUniqueId id,
       int rank,
-      NcclConfig* config) = nullptr;
-  cuda::NcclResult (*comm_finalize)(cuda::NcclComm comm) = nullptr;
+      void* config) = nullptr;
   cuda::NcclResult (*comm_destroy)(cuda::NcclComm comm) = nullptr;
   cuda::NcclResult (*comm_abort)(cuda::NcclComm comm) = nullptr;
   cuda::NcclResult (*all_reduce)(

@@ -14,7 +14,7 @@
 
 namespace fusedpg::fake {
 
-constexpr int kMaxRanks = 64;
+constexpr int kMaxRanks = 72;
 constexpr size_t kSlotBytes = size_t(256) << 10;
 
 // What a rank tells of the operation it takes part in: the same on all ranks.

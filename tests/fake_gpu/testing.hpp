@@ -158,10 +158,9 @@ class Peer {
     }
     const std::string text = store.get(name, Deadline(kLong));
     std::memcpy(id.internal, text.data(), sizeof id.internal);
-    NcclConfig config;
-    config.blocking = 0; // unlike a carrier's
-    result = nccl().comm_init_rank_config(&comm, size, id, rank, &config);
-    CHECK_EQ(result, kNcclInProgress);
+    CHECK_EQ(
+        nccl().comm_init_rank_config(&comm, size, id, rank, nullptr),
+        kNcclSuccess);
   }
   Peer(const Peer&) = delete;
   ~Peer() {
@@ -170,31 +169,19 @@ class Peer {
     }
   }
 
-  // As an engine polls: until the last call has ended.
-  NcclResult settled(NcclResult of) const {
-    const Deadline deadline(kLong);
-    while (of == kNcclInProgress && CHECK(!deadline.expired())) {
-      std::this_thread::sleep_for(std::chrono::microseconds(100));
-      CHECK_EQ(nccl().comm_get_async_error(comm, &of), kNcclSuccess);
-    }
-    return of;
-  }
-  void settle(NcclResult of) const {
-    CHECK_EQ(settled(of), kNcclSuccess);
-  }
   void finish() {
-    settle(nccl().comm_finalize(comm));
     CHECK_EQ(nccl().comm_destroy(comm), kNcclSuccess);
     comm = nullptr;
   }
   void sum(void* data, size_t count, NcclDataType type, Stream stream) const {
-    settle(nccl().all_reduce(data, data, count, type, kNcclSum, comm, stream));
+    CHECK_EQ(
+        nccl().all_reduce(data, data, count, type, kNcclSum, comm, stream),
+        kNcclSuccess);
   }
 
   const int rank;
   const int size;
   NcclComm comm = nullptr;
-  NcclResult result;
 };
 
 // Ranks as threads, and without a sanitizer of threads also as processes.

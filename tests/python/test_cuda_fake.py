@@ -424,6 +424,16 @@ def test_exception_among_coalesced(streams: harness.Workers, kind: str) -> None:
     streams.run(cuda_order.exception_in_a_region, kind)
 
 
+def test_calls_beside_a_region(streams: harness.Workers) -> None:
+    streams.run(cuda_order.calls_beside_a_region)
+
+
+@pytest.mark.parametrize("what", ["thread", "delegate", "gpu"])
+def test_end_that_raises(what: str) -> None:
+    with harness.Workers(1, **harness.fake_gpu() | {"options": {}}) as workers:
+        workers.run(cuda_order.end_that_raises, what)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_eager_and_captured(streams: harness.Workers, kind: str) -> None:
     streams.run(cuda_order.eager_then_captured, kind)

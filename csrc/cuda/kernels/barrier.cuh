@@ -12,13 +12,10 @@ __device__ __forceinline__ DirectRoom* room_of(
   return reinterpret_cast<DirectRoom*>(peers.arenas[rank] + peers.room);
 }
 
-// Whether the host said to stop before this block began, or an earlier kernel
-// was late; for the whole block. What such a kernel should have left is not
-// there, so nobody may go on behind it.
+// Whether to stop, as of when this block began; for the whole block.
 __device__ __forceinline__ bool told_to_stop(const PeerAccess& peers) {
   return __syncthreads_and(
-             threadIdx.x != 0 ||
-             (ask_host(peers.stop) == 0 && ask_host(peers.late) == 0)) == 0;
+             threadIdx.x != 0 || !stopped(peers.stop, peers.late)) == 0;
 }
 
 __device__ __forceinline__ uint64_t now_in_nanoseconds() {

@@ -20,20 +20,13 @@ __device__ __forceinline__ uint64_t* notice_of(
 }
 
 // A block reads what blocks of its number have written: those meet at its
-// barrier. Where it ends before, the others' headers must not be taken for an
-// earlier step's, which may agree: they differ until they have come.
+// barrier. One that ends before leaves an earlier step's words: `stop` or `late`
+// says so to all kernels behind this one.
 __global__ void __launch_bounds__(kThreads)
     exchange_kernel(const __grid_constant__ ExchangeArgs args) {
   const PeerAccess& peers = args.peers;
   const uint32_t of_header = args.header_words;
   const uint64_t* header = args.headers + uint64_t(peers.rank) * of_header;
-  if (blockIdx.x == 0 && threadIdx.x == 0) {
-    for (int rank = 0; rank < peers.size; ++rank) {
-      if (rank != peers.rank) {
-        args.headers[uint64_t(rank) * of_header] = ~header[0];
-      }
-    }
-  }
   if (told_to_stop(peers)) {
     return;
   }

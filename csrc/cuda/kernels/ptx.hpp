@@ -131,6 +131,11 @@ FUSEDPG_HOST_DEVICE uint64_t ask_host(const uint64_t* flag) {
   return __atomic_load_n(flag, __ATOMIC_ACQUIRE);
 #endif
 }
+// Whether the host said to stop, or an earlier kernel was late. What such a
+// kernel should have left is not there, so no kernel may go on behind it.
+FUSEDPG_HOST_DEVICE bool stopped(const uint64_t* stop, const uint64_t* late) {
+  return ask_host(stop) != 0 || ask_host(late) != 0;
+}
 FUSEDPG_HOST_DEVICE void tell_host(uint64_t* flag, uint64_t value) {
 #if defined(__CUDA_ARCH__)
   *static_cast<volatile uint64_t*>(flag) = value;

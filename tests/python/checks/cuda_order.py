@@ -7,13 +7,16 @@ and what must come behind its work must not run before it is released. Several r
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
 import importlib
 import os
 import sys
+import tempfile
 import threading
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -312,6 +315,120 @@ def exception_in_a_region(context: Context, kind: str) -> None:
     assert scene.value(scene.out) == 1.0
     assert scene.value(scene.param) == 2.0
     scene.close()
+
+
+def calls_beside_a_region(context: Context) -> None:
+    """A region is one thread's: another thread's calls neither join it nor end it."""
+    scene = Scene()
+    device = scene.out.device
+
+    def elsewhere(call: Callable[[], Any]) -> str:
+        errors: list[str] = []
+
+        def body() -> None:
+            try:
+                call()
+            except (ValueError, RuntimeError) as error:
+                errors.append(str(error))
+
+        thread = threading.Thread(target=body)
+        thread.start()
+        thread.join(10)
+        assert not thread.is_alive()
+        return "".join(errors)
+
+    scene.group._start_coalescing(device)
+    # There is nothing in it yet.
+    assert elsewhere(scene.gather) == ""
+    scene.sync(0)
+    assert scene.value(scene.out) == 1.0
+    scene.fake.host(scene.out).fill_(-7)
+    options = dist.distributed_c10d.AllgatherOptions()
+    options.asyncOp = False
+    scene.group._allgather_base(scene.out, scene.param, options)
+    for call in (scene.gather, scene.step):
+        assert "another thread coalesces" in elsewhere(call)
+    ended = elsewhere(lambda: scene.group._end_coalescing(device))
+    assert "endCoalescing without startCoalescing on this group and thread" in ended, ended
+    scene.stays(scene.out, -7.0)
+    scene.group._end_coalescing(device)
+    scene.sync(0)
+    assert scene.value(scene.out) == 1.0
+    assert elsewhere(scene.step) == ""
+    scene.sync(0)
+    assert scene.value(scene.param) == 2.0
+    scene.close()
+
+
+# --- ends -----------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def no_threads() -> Iterator[None]:
+    """No thread can be started: there is no memory for its stack."""
+    libc = ctypes.CDLL(None)
+    attributes = ctypes.create_string_buffer(64)
+    assert libc.pthread_getattr_default_np(attributes) == 0
+    before = ctypes.c_size_t()
+    assert libc.pthread_attr_getstacksize(attributes, ctypes.byref(before)) == 0
+
+    def set_size(size: int) -> None:
+        assert libc.pthread_attr_setstacksize(attributes, ctypes.c_size_t(size)) == 0
+        assert libc.pthread_setattr_default_np(attributes) == 0
+
+    set_size(1 << 50)
+    try:
+        yield
+    finally:
+        set_size(before.value)
+
+
+@contextlib.contextmanager
+def logged(texts: list[str]) -> Iterator[None]:
+    """What the process writes to its standard error."""
+    with tempfile.TemporaryFile("w+") as file:
+        before = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(before, 2)
+            os.close(before)
+            file.seek(0)
+            texts.append(file.read())
+
+
+def end_that_raises(context: Context, what: str) -> None:
+    """The destructor of a group that nobody has destroyed tells of it, and comes to an end."""
+    module = fake()
+    module.set_device(0)
+    made.clear()
+    options = fusedpg.Options(cuda_chunk_bytes=1 << 10)
+    group: Any = fusedpg.ProcessGroupFused(dist.HashStore(), 0, 1, options)
+    param, out = (module.tensor(torch.zeros(COUNT), 0) for _ in range(2))
+    group._allgather_base(out, param).wait()
+    group.reduce_shards_([param])
+    module.synchronize(0)
+    injected: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if what == "thread":
+        injected = no_threads()
+    elif what == "delegate":
+        module.fail("ncclCommDestroy", 3)
+    else:
+        library = ctypes.CDLL(os.environ["FUSEDPG_CUDA_LIB"])
+        assert library.fusedpg_fake_fault(None) == 0
+    texts: list[str] = []
+    begin = time.monotonic()
+    with injected, logged(texts):
+        del group
+        gc.collect()
+    assert time.monotonic() - begin < 15
+    wanted = {
+        "thread": "the end of a group raised: ",
+        "delegate": "the end of a group's ordinary collectives of CUDA tensors raised: ",
+        "gpu": "",
+    }
+    assert wanted[what] in texts[0], texts
 
 
 # --- graphs ---------------------------------------------------------------------
