@@ -27,7 +27,7 @@ _HOOKS = (
 )
 
 
-def fuse(
+def from_torch(
     optimizer: torch.optim.Optimizer,
     ddp: DistributedDataParallel | None = None,
     **options: Any,
@@ -49,7 +49,7 @@ def fuse(
     ours = _CLASSES.get(type(optimizer))
     if ours is None:
         names = ", ".join(f"torch.optim.{cls.__name__}" for cls in _CLASSES)
-        raise TypeError(f"fuse() takes {names}; got {type(optimizer).__name__}")
+        raise TypeError(f"from_torch() takes {names}; got {type(optimizer).__name__}")
     groups = [dict(group) for group in optimizer.param_groups]
     defaults = {
         key: value
@@ -68,4 +68,6 @@ def fuse(
 
 def _refuse_loading(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> None:
     # It would make new groups, and schedulers would no longer reach the fused optimizer.
-    raise RuntimeError("this optimizer was fused: load into what fusedpg.optim.fuse() returned")
+    raise RuntimeError(
+        "this optimizer was fused: load into what fusedpg.optim.from_torch() returned"
+    )
