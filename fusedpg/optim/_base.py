@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -70,6 +70,19 @@ class FusedOptimizer(WholeState, Joinable):
     """
 
     _op: str
+    # By the class of torch that does the same, for `from_torch`.
+    _of_torch: ClassVar[dict[type[Optimizer], type[FusedOptimizer]]] = {}
+
+    def __init_subclass__(
+        cls, op: str = "", of: type[Optimizer] | None = None, **options: object
+    ) -> None:
+        """Declares an optimizer by its operation ``op``. A subclass of it, which may do anything
+        else, takes nobody's place."""
+        super().__init_subclass__(**options)
+        if op:
+            cls._op = op
+        if of is not None:
+            FusedOptimizer._of_torch[of] = cls
 
     def __init__(
         self,

@@ -53,7 +53,7 @@ class _AdamBase(FusedOptimizer):
         }
 
 
-class Adam(_AdamBase):
+class Adam(_AdamBase, op="fused_adam_", of=torch.optim.Adam):
     @documented(
         """``torch.optim.Adam`` as one collective over all ranks.
 
@@ -80,10 +80,8 @@ class Adam(_AdamBase):
     ) -> None:
         super().__init__(params, defaults_of(locals()), **options)
 
-    _op = "fused_adam_"
 
-
-class AdamW(_AdamBase):
+class AdamW(_AdamBase, op="fused_adamw_", of=torch.optim.AdamW):
     @documented(
         """``torch.optim.AdamW`` as one collective over all ranks.
 
@@ -108,8 +106,6 @@ class AdamW(_AdamBase):
         **options: Unpack[Options],
     ) -> None:
         super().__init__(params, defaults_of(locals(), decoupled_weight_decay=True), **options)
-
-    _op = "fused_adamw_"
 
     def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)

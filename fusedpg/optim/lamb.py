@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class LAMB(FusedOptimizer):
+class LAMB(FusedOptimizer, op="fused_lamb_"):
     @documented(
         """LAMB as one collective over all ranks.
 
@@ -57,7 +57,6 @@ class LAMB(FusedOptimizer):
     ) -> None:
         super().__init__(params, defaults_of(locals()), **options)
 
-    _op = "fused_lamb_"
     _slices = ("exp_avg", "exp_avg_sq")
     _group_defaults: ClassVar[ParamGroup] = {
         "trust_clip": False,

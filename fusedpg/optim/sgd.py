@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class SGD(FusedOptimizer):
+class SGD(FusedOptimizer, op="fused_sgd_", of=torch.optim.SGD):
     @documented(
         """``torch.optim.SGD`` as one collective over all ranks.
 
@@ -44,8 +44,6 @@ class SGD(FusedOptimizer):
         **options: Unpack[Options],
     ) -> None:
         super().__init__(params, defaults_of(locals()), **options)
-
-    _op = "fused_sgd_"
 
     _slices = ("momentum_buffer",)
     _late = True  # momentum may be turned on later
