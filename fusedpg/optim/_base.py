@@ -515,16 +515,3 @@ def defaults_of(arguments: dict[str, object], **fixed: object) -> dict[str, obje
     """The defaults of groups: a constructor's ``locals()`` but for what is no option of groups."""
     other = ("self", "__class__", "params", "options")  # __class__: of super()
     return {name: value for name, value in arguments.items() if name not in other} | fixed
-
-
-def check_options(kind: type[Optimizer], options: ParamGroup, *names: str) -> None:
-    """Raises what a class of torch does for some of its arguments, and for NaN."""
-    arguments: dict[str, Any] = {name: options[name] for name in names}
-    kind([torch.empty(0)], **arguments)
-    # torch's SGD does not see it.
-    for name, value in arguments.items():
-        if isinstance(value, (float, torch.Tensor)) and bool(value != value):
-            raise ValueError(f"Invalid {name} value: {value}")
-    # ``foreach`` and ``fused`` are accepted and ignored; this would change what a step means.
-    if options.get("differentiable"):
-        raise ValueError("differentiable=True is not supported by fused optimizers")
