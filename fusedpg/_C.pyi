@@ -76,24 +76,8 @@ class Options(Backend.Options):
     def __deepcopy__(self, memo: dict[Any, Any], /) -> Options: ...
 
 class Hyper:
-    def __init__(
-        self,
-        *,
-        lr: float | torch.Tensor,
-        beta1: float = 0.0,
-        beta2: float = 0.0,
-        eps: float = 0.0,
-        weight_decay: float = 0.0,
-        momentum: float = 0.0,
-        dampening: float = 0.0,
-        nesterov: bool = False,
-        first_step: bool = False,
-        decoupled: bool = True,
-        amsgrad: bool = False,
-        maximize: bool = False,
-        trust_clip: bool = False,
-        always_adapt: bool = False,
-    ) -> None: ...
+    # By the names of csrc/kernels/formulas/hyper.hpp.
+    def __init__(self, *, lr: float | torch.Tensor, **hyperparameters: float) -> None: ...
 
 class LoadedProgram: ...
 

@@ -8,26 +8,8 @@ namespace {
 
 uint64_t hyper_hash(const StepHyper& h) {
   Hash hash;
-  for (const double value :
-       {h.lr,
-        h.beta1,
-        h.beta2,
-        h.eps,
-        h.weight_decay,
-        h.momentum,
-        h.dampening}) {
-    hash.add(value);
-  }
-  for (const bool value :
-       {h.nesterov,
-        h.first_step,
-        h.decoupled,
-        h.amsgrad,
-        h.maximize,
-        h.trust_clip,
-        h.always_adapt}) {
-    hash.add(uint64_t(value));
-  }
+  kernels::for_each_hyper(
+      h, [&](const char*, auto value) { hash.add(double(value)); });
   return hash.value();
 }
 
@@ -43,20 +25,12 @@ RedOp red_op_of(const GradReduction& reduction) {
 } // namespace
 
 kernels::Formula formula(OpCode op) {
-  switch (op) {
-    case OpCode::kFusedSgd:
-      return kernels::Formula::kSgd;
-    case OpCode::kFusedAdam:
-    case OpCode::kFusedAdamW:
-      return kernels::Formula::kAdam;
-    case OpCode::kFusedLamb:
-      return kernels::Formula::kLamb;
-    default:
-      fail(
-          ErrorKind::kInvalid,
-          "fused: {} is not an optimizer step",
-          op_name(op));
+  const auto found = step_formula(op);
+  if (!found) {
+    fail(
+        ErrorKind::kInvalid, "fused: {} is not an optimizer step", op_name(op));
   }
+  return *found;
 }
 
 OpDescriptor facts(const Call& call) {

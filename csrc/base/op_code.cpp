@@ -7,13 +7,20 @@ namespace fusedpg {
 
 namespace {
 
+using kernels::Formula;
+
 enum class OpKind { kOther, kMoves, kReduces };
 
 struct Row {
   OpCode op;
   const char* name;
   OpKind kind = OpKind::kOther;
+  std::optional<Formula> formula = std::nullopt;
 };
+
+constexpr Row step(OpCode op, const char* name, Formula formula) {
+  return {op, name, OpKind::kOther, formula};
+}
 
 constexpr Row kRows[] = {
     {OpCode::kNone, "none"},
@@ -26,10 +33,10 @@ constexpr Row kRows[] = {
     {OpCode::kScatter, "scatter", OpKind::kMoves},
     {OpCode::kAllToAll, "all_to_all", OpKind::kMoves},
     {OpCode::kBarrier, "barrier"},
-    {OpCode::kFusedAdamW, "fused_adamw_"},
-    {OpCode::kFusedSgd, "fused_sgd_"},
-    {OpCode::kFusedAdam, "fused_adam_"},
-    {OpCode::kFusedLamb, "fused_lamb_"},
+    step(OpCode::kFusedAdamW, "fused_adamw_", Formula::kAdam),
+    step(OpCode::kFusedSgd, "fused_sgd_", Formula::kSgd),
+    step(OpCode::kFusedAdam, "fused_adam_", Formula::kAdam),
+    step(OpCode::kFusedLamb, "fused_lamb_", Formula::kLamb),
     {OpCode::kReduceShards, "reduce_shards"},
     {OpCode::kShareMemory, "share_memory"},
     {OpCode::kSparseAllReduce, "sparse_all_reduce", OpKind::kReduces},
@@ -64,6 +71,10 @@ bool reduces(OpCode op) {
 
 bool moves(OpCode op) {
   return row(op).kind == OpKind::kMoves;
+}
+
+std::optional<Formula> step_formula(OpCode op) {
+  return row(op).formula;
 }
 
 const char* gpu_path_name(GpuPath path) {

@@ -1,6 +1,9 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
+
+#include "kernels/formulas/hyper.hpp"
 
 namespace fusedpg {
 
@@ -38,5 +41,7 @@ const char* op_name(OpCode op);
 bool reduces(OpCode op);
 // True if it only moves data.
 bool moves(OpCode op);
+// Of an optimizer step.
+std::optional<kernels::Formula> step_formula(OpCode op);
 
 } // namespace fusedpg

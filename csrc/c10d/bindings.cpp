@@ -292,7 +292,7 @@ c10::intrusive_ptr<c10d::Work> fused_step_(
     std::optional<at::Tensor> found_inf,
     bool async_op) {
   StepArguments a;
-  a.op = step_op(op);
+  a.op = step_inputs(op).op;
   a.params = std::move(params);
   a.grads = std::move(grads);
   a.masters = std::move(master_params);
@@ -318,50 +318,24 @@ void bind_hyper(py::module_& m) {
   py::class_<HyperArguments>(m, "Hyper")
       .def(
           py::init([](std::variant<double, at::Tensor> lr,
-                      double beta1,
-                      double beta2,
-                      double eps,
-                      double weight_decay,
-                      double momentum,
-                      double dampening,
-                      bool nesterov,
-                      bool first_step,
-                      bool decoupled,
-                      bool amsgrad,
-                      bool maximize,
-                      bool trust_clip,
-                      bool always_adapt) {
+                      const py::kwargs& others) {
             StepHyper h;
-            h.beta1 = beta1;
-            h.beta2 = beta2;
-            h.eps = eps;
-            h.weight_decay = weight_decay;
-            h.momentum = momentum;
-            h.dampening = dampening;
-            h.nesterov = nesterov;
-            h.first_step = first_step;
-            h.decoupled = decoupled;
-            h.amsgrad = amsgrad;
-            h.maximize = maximize;
-            h.trust_clip = trust_clip;
-            h.always_adapt = always_adapt;
+            size_t taken = 0;
+            kernels::for_each_hyper(h, [&](const char* name, auto& value) {
+              if (others.contains(name)) {
+                value = others[name].cast<std::decay_t<decltype(value)>>();
+                ++taken;
+              }
+            });
+            if (taken != others.size()) {
+              throw py::type_error(
+                  "Hyper: not all of these are hyperparameters: " +
+                  std::string(py::str(others)));
+            }
             return HyperArguments{std::move(lr), h};
           }),
           py::kw_only(),
-          py::arg("lr"),
-          py::arg("beta1") = 0.0,
-          py::arg("beta2") = 0.0,
-          py::arg("eps") = 0.0,
-          py::arg("weight_decay") = 0.0,
-          py::arg("momentum") = 0.0,
-          py::arg("dampening") = 0.0,
-          py::arg("nesterov") = false,
-          py::arg("first_step") = false,
-          py::arg("decoupled") = true,
-          py::arg("amsgrad") = false,
-          py::arg("maximize") = false,
-          py::arg("trust_clip") = false,
-          py::arg("always_adapt") = false);
+          py::arg("lr"));
 }
 
 // Methods that torch's ProcessGroupNCCL has in Python, of the one that serves

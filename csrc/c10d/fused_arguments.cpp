@@ -35,17 +35,15 @@ bool any_hyper(const StepArguments& a, bool (*holds)(const StepHyper&)) {
       });
 }
 
+// Only the last of an operator's lists may be left out.
 std::vector<const char*> state_names(const StepArguments& a) {
-  if (a.op == OpCode::kFusedSgd) {
-    if (any_hyper(a, [](const StepHyper& h) { return h.momentum != 0; })) {
-      return {"momentum_buffer_list"};
+  std::vector<const char*> names;
+  for (const StepInputs::State& state : step_inputs(a.op).states) {
+    if (state.needed == nullptr || any_hyper(a, state.needed)) {
+      names.push_back(state.name);
     }
-    return {};
   }
-  if (any_hyper(a, [](const StepHyper& h) { return h.amsgrad; })) {
-    return {"exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"};
-  }
-  return {"exp_avgs", "exp_avg_sqs"};
+  return names;
 }
 
 class Checker {
@@ -96,7 +94,7 @@ class Checker {
     TORCH_CHECK_VALUE(n != 0, formatted("fused: {}: params is empty", op_));
     check_list("grads", a_.grads.size(), n);
     check_list("master_params", a_.masters.size(), a_.masters.empty() ? 0 : n);
-    const bool counts = a_.op != OpCode::kFusedSgd || !a_.steps.empty();
+    const bool counts = step_inputs(a_.op).counts || !a_.steps.empty();
     check_list("state_steps", a_.steps.size(), counts ? n : 0);
     const auto names = state_names(a_);
     for (size_t k = 0; k < names.size(); ++k) {
@@ -187,7 +185,7 @@ class Checker {
     const auto names = state_names(a_);
     for (size_t k = 0; k < names.size(); ++k) {
       const at::ScalarType other =
-          a_.op == OpCode::kFusedLamb ? compute : p.scalar_type();
+          step_inputs(a_.op).two_passes ? compute : p.scalar_type();
       check_slice(names[k], i, a_.states[k][i], range, {compute, other});
     }
     if (!a_.masters.empty()) {
@@ -376,18 +374,54 @@ void follow_params(const StepArguments& a, int rank, int size) {
   }
 }
 
-OpCode step_op(const std::string& name) {
-  for (const OpCode op :
-       {OpCode::kFusedSgd,
-        OpCode::kFusedAdam,
-        OpCode::kFusedAdamW,
-        OpCode::kFusedLamb}) {
-    if (name == op_name(op)) {
-      return op;
+const std::vector<StepInputs>& all_step_inputs() {
+  static constexpr const char* kOfAdam =
+      "$lr, float beta1, float beta2, float weight_decay, float eps, "
+      "bool amsgrad, bool maximize";
+  static const std::vector<StepInputs::State> kMoments{
+      {"exp_avgs"},
+      {"exp_avg_sqs"},
+      {"max_exp_avg_sqs", [](const StepHyper& h) { return h.amsgrad; }}};
+  static const std::vector<StepInputs> kAll{
+      {OpCode::kFusedSgd,
+       "fused:fused_sgd_",
+       {{"momentum_buffer_list",
+         [](const StepHyper& h) { return h.momentum != 0; }}},
+       /*counts=*/false,
+       "float weight_decay, float momentum, $lr, float dampening, "
+       "bool nesterov, bool maximize, bool is_first_step"},
+      {OpCode::kFusedAdam,
+       "fused:fused_adam_",
+       kMoments,
+       /*counts=*/true,
+       kOfAdam},
+      {OpCode::kFusedAdamW,
+       "fused:fused_adamw_",
+       kMoments,
+       /*counts=*/true,
+       kOfAdam},
+      {OpCode::kFusedLamb,
+       "fused:fused_lamb_",
+       {{"exp_avgs"}, {"exp_avg_sqs"}},
+       /*counts=*/true,
+       "$lr, float beta1, float beta2, float weight_decay, float eps, "
+       "bool trust_clip, bool always_adapt, bool maximize",
+       /*two_passes=*/true}};
+  return kAll;
+}
+
+const StepInputs& step_inputs(std::string_view name) {
+  for (const StepInputs& step : all_step_inputs()) {
+    if (name == op_name(step.op)) {
+      return step;
     }
   }
   TORCH_CHECK_VALUE(
       false, formatted("fused: {} is not an optimizer step", name));
+}
+
+const StepInputs& step_inputs(OpCode op) {
+  return step_inputs(op_name(op));
 }
 
 void check_arguments(const StepArguments& a, int rank, int size) {

@@ -4,6 +4,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <tuple>
 #include <variant>
 #include <vector>
@@ -120,8 +121,29 @@ struct SkipArguments {
 // What the engines' kernels do for `masters_follow` on the CPU.
 void follow_params(const StepArguments& a, int rank, int size);
 
-// "fused_adamw_" -> kFusedAdamW; ValueError for what is no optimizer step.
-OpCode step_op(const std::string& name);
+// What an optimizer step takes besides parameters and gradients: its operator
+// (ops.cpp) and the checks of its arguments follow from this.
+struct StepInputs {
+  // A list with each rank's slices; of calls for which `needed` is false it is
+  // empty. Where that depends on nothing, there is no `needed`.
+  struct State {
+    const char* name;
+    bool (*needed)(const StepHyper&) = nullptr;
+  };
+
+  OpCode op;
+  const char* title; // in torch's profiler
+  std::vector<State> states;
+  bool counts; // has a counter of steps for each parameter
+  const char* hypers; // of the schema; $lr stands for a number or a tensor
+  // Two passes over a slice: states are of the compute type, and no blocks of
+  // zeros are looked for.
+  bool two_passes = false;
+};
+const std::vector<StepInputs>& all_step_inputs();
+const StepInputs& step_inputs(OpCode op);
+// By name, "fused_adamw_"; ValueError for what is no optimizer step.
+const StepInputs& step_inputs(std::string_view name);
 
 // Throws ValueError for what a rank can find wrong alone.
 void check_arguments(const StepArguments& a, int rank, int size);

@@ -45,173 +45,75 @@ class Resolved {
   ProcessGroupFused* fused_;
 };
 
-using Lr = std::variant<double, at::Tensor>;
-using OptionalTensor = std::optional<at::Tensor>;
-
-// What all steps have in common.
-struct Common {
-  at::TensorList params;
-  at::TensorList grads;
-  at::TensorList master_params;
-  const OptionalTensor& grad_scale;
-  const OptionalTensor& found_inf;
-  c10::string_view reduce;
-  std::optional<double> weight;
-  bool block_skip = false;
-};
-
-StepArguments arguments(OpCode op, const Common& c, HyperArguments hyper) {
-  TORCH_CHECK_VALUE(
-      c.reduce == "mean" || c.reduce == "sum",
-      formatted(
-          "fused: {}: reduce must be \"mean\" or \"sum\", found \"{}\"",
-          op_name(op),
-          c.reduce));
-  StepArguments a;
-  a.op = op;
-  a.params = c.params.vec();
-  a.grads = c.grads.vec();
-  a.masters = c.master_params.vec();
-  a.hypers = {std::move(hyper)};
-  a.reduction.mean = c.reduce == "mean";
-  a.reduction.weight = c.weight;
-  a.block_skip = c.block_skip;
-  a.grad_scale = c.grad_scale;
-  a.found_inf = c.found_inf;
-  return a;
+// A hyperparameter by the name that the operator has for it.
+void set_hyper(StepHyper& h, std::string_view name, const c10::IValue& value) {
+  if (name == "is_first_step") { // torch's name
+    name = "first_step";
+  }
+  kernels::for_each_hyper(h, [&](std::string_view known, auto& member) {
+    if (name == known) {
+      member = value.to<std::decay_t<decltype(member)>>();
+    }
+  });
 }
 
-void run(StepArguments a, c10::string_view group_name) {
-  // A synchronous step has succeeded when it returns nothing to wait for.
+// One function for all steps: schema() gives their arguments these names. A
+// synchronous step has succeeded when it returns nothing to wait for.
+void step(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const std::vector<c10::Argument>& schema = op.schema().arguments();
+  const std::string& name = op.schema().name();
+  StepArguments a;
+  a.op = step_inputs(std::string_view(name).substr(name.find("::") + 2)).op;
+  HyperArguments hyper;
+  hyper.rest.decoupled = a.op != OpCode::kFusedAdam;
+  std::string reduce;
+  std::string group_name;
+  for (size_t i = 0; i < schema.size(); ++i) {
+    const c10::IValue& value = torch::jit::peek(*stack, i, schema.size());
+    const std::string& argument = schema[i].name();
+    if (argument == "params") {
+      a.params = value.toTensorVector();
+    } else if (argument == "grads") {
+      a.grads = value.toTensorVector();
+    } else if (argument == "master_params") {
+      a.masters = value.toTensorVector();
+    } else if (argument == "state_steps") {
+      a.steps = value.toTensorVector();
+    } else if (value.isTensorList()) {
+      a.states.push_back(value.toTensorVector());
+    } else if (argument == "lr" && value.isTensor()) {
+      hyper.lr = value.toTensor();
+    } else if (argument == "lr") {
+      hyper.lr = value.toDouble();
+    } else if (argument == "grad_scale") {
+      a.grad_scale = value.toOptional<at::Tensor>();
+    } else if (argument == "found_inf") {
+      a.found_inf = value.toOptional<at::Tensor>();
+    } else if (argument == "reduce") {
+      reduce = value.toStringRef();
+    } else if (argument == "weight") {
+      a.reduction.weight = value.toOptional<double>();
+    } else if (argument == "block_skip") {
+      a.block_skip = value.toBool();
+    } else if (argument == "group_name") {
+      group_name = value.toStringRef();
+    } else {
+      set_hyper(hyper.rest, argument, value);
+    }
+  }
+  torch::jit::drop(*stack, schema.size());
+  TORCH_CHECK_VALUE(
+      reduce == "mean" || reduce == "sum",
+      formatted(
+          "fused: {}: reduce must be \"mean\" or \"sum\", found \"{}\"",
+          op_name(a.op),
+          reduce));
+  a.reduction.mean = reduce == "mean";
+  a.hypers = {std::move(hyper)};
   const Resolved group(group_name, c10::DeviceType::CPU);
   if (const auto work = group->fused_step_(std::move(a), false)) {
     work->wait();
   }
-}
-
-template <typename L>
-void sgd(
-    at::TensorList params,
-    at::TensorList grads,
-    at::TensorList momentum_buffer_list,
-    at::TensorList master_params,
-    double weight_decay,
-    double momentum,
-    L lr,
-    double dampening,
-    bool nesterov,
-    bool maximize,
-    bool is_first_step,
-    const OptionalTensor& grad_scale,
-    const OptionalTensor& found_inf,
-    c10::string_view reduce,
-    std::optional<double> weight,
-    bool block_skip,
-    c10::string_view group_name) {
-  HyperArguments h{Lr(lr), {}};
-  h.rest.weight_decay = weight_decay;
-  h.rest.momentum = momentum;
-  h.rest.dampening = dampening;
-  h.rest.nesterov = nesterov;
-  h.rest.maximize = maximize;
-  h.rest.first_step = is_first_step;
-  StepArguments a = arguments(
-      OpCode::kFusedSgd,
-      {params,
-       grads,
-       master_params,
-       grad_scale,
-       found_inf,
-       reduce,
-       weight,
-       block_skip},
-      std::move(h));
-  a.states = {momentum_buffer_list.vec()};
-  run(std::move(a), group_name);
-}
-
-template <OpCode op, typename L>
-void adam(
-    at::TensorList params,
-    at::TensorList grads,
-    at::TensorList exp_avgs,
-    at::TensorList exp_avg_sqs,
-    at::TensorList max_exp_avg_sqs,
-    at::TensorList state_steps,
-    at::TensorList master_params,
-    L lr,
-    double beta1,
-    double beta2,
-    double weight_decay,
-    double eps,
-    bool amsgrad,
-    bool maximize,
-    const OptionalTensor& grad_scale,
-    const OptionalTensor& found_inf,
-    c10::string_view reduce,
-    std::optional<double> weight,
-    bool block_skip,
-    c10::string_view group_name) {
-  HyperArguments h{Lr(lr), {}};
-  h.rest.beta1 = beta1;
-  h.rest.beta2 = beta2;
-  h.rest.weight_decay = weight_decay;
-  h.rest.eps = eps;
-  h.rest.decoupled = op == OpCode::kFusedAdamW;
-  h.rest.amsgrad = amsgrad;
-  h.rest.maximize = maximize;
-  StepArguments a = arguments(
-      op,
-      {params,
-       grads,
-       master_params,
-       grad_scale,
-       found_inf,
-       reduce,
-       weight,
-       block_skip},
-      std::move(h));
-  a.states = {exp_avgs.vec(), exp_avg_sqs.vec(), max_exp_avg_sqs.vec()};
-  a.steps = state_steps.vec();
-  run(std::move(a), group_name);
-}
-
-template <typename L>
-void lamb(
-    at::TensorList params,
-    at::TensorList grads,
-    at::TensorList exp_avgs,
-    at::TensorList exp_avg_sqs,
-    at::TensorList state_steps,
-    at::TensorList master_params,
-    L lr,
-    double beta1,
-    double beta2,
-    double weight_decay,
-    double eps,
-    bool trust_clip,
-    bool always_adapt,
-    bool maximize,
-    const OptionalTensor& grad_scale,
-    const OptionalTensor& found_inf,
-    c10::string_view reduce,
-    std::optional<double> weight,
-    c10::string_view group_name) {
-  HyperArguments h{Lr(lr), {}};
-  h.rest.beta1 = beta1;
-  h.rest.beta2 = beta2;
-  h.rest.weight_decay = weight_decay;
-  h.rest.eps = eps;
-  h.rest.trust_clip = trust_clip;
-  h.rest.always_adapt = always_adapt;
-  h.rest.maximize = maximize;
-  StepArguments a = arguments(
-      OpCode::kFusedLamb,
-      {params, grads, master_params, grad_scale, found_inf, reduce, weight},
-      std::move(h));
-  a.states = {exp_avgs.vec(), exp_avg_sqs.vec()};
-  a.steps = state_steps.vec();
-  run(std::move(a), group_name);
 }
 
 void all_reduce(
@@ -283,87 +185,56 @@ void nothing(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   torch::jit::drop(*stack, count);
 }
 
-// LAMB looks for no blocks of zeros.
 // `lr` is a number, or in the overload tensor_lr a tensor, as in torch's own
-// _fused_*_; $lr stands for it. found_inf is written because it becomes global.
-std::string schema(
-    const std::string& name,
-    bool tensor_lr,
-    const std::string& states,
-    std::string hypers,
-    bool skips = true) {
+// _fused_*_. found_inf is written because it becomes global.
+std::string schema(const StepInputs& step, bool tensor_lr) {
+  std::string states;
+  char alias = 'b';
+  for (const StepInputs::State& state : step.states) {
+    states += formatted("Tensor({}!)[] {}, ", alias++, state.name);
+  }
+  std::string hypers = step.hypers;
   hypers.replace(hypers.find("$lr"), 3, tensor_lr ? "Tensor lr" : "float lr");
-  return name + (tensor_lr ? ".tensor_lr" : "") +
+  return std::string(op_name(step.op)) + (tensor_lr ? ".tensor_lr" : "") +
       "(Tensor(a!)[] params, Tensor[] grads, " + states +
-      ", *, Tensor(f!)[] master_params, " + hypers +
+      (step.counts ? "Tensor(e!)[] state_steps, " : "") +
+      "*, Tensor(f!)[] master_params, " + hypers +
       ", Tensor? grad_scale=None, Tensor(g!)? found_inf=None, "
       "str reduce=\"mean\", float? weight=None, " +
-      (skips ? "bool block_skip=False, " : "") + "str group_name) -> ()";
+      (step.two_passes ? "" : "bool block_skip=False, ") +
+      "str group_name) -> ()";
 }
 
-void define(torch::Library& m, const std::string& text) {
-  m.def(text.c_str());
+// All steps' operators, with one implementation.
+template <c10::BoxedKernel::BoxedKernelFunction* function>
+void implement_steps(torch::Library& m) {
+  for (const StepInputs& step : all_step_inputs()) {
+    for (const char* overload : {"", ".tensor_lr"}) {
+      m.impl(
+          (std::string(op_name(step.op)) + overload).c_str(),
+          torch::CppFunction::makeFromBoxedFunction<function>());
+    }
+  }
 }
 
 } // namespace
 
 TORCH_LIBRARY(fusedpg, m) {
   m.def("all_reduce_(Tensor(a!) tensor, str op, str group_name) -> ()");
-  for (const bool tensor_lr : {false, true}) {
-    define(
-        m,
-        schema(
-            "fused_sgd_",
-            tensor_lr,
-            "Tensor(b!)[] momentum_buffer_list",
-            "float weight_decay, float momentum, $lr, float dampening, "
-            "bool nesterov, bool maximize, bool is_first_step"));
-    for (const char* name : {"fused_adam_", "fused_adamw_"}) {
-      define(
-          m,
-          schema(
-              name,
-              tensor_lr,
-              "Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
-              "Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] state_steps",
-              "$lr, float beta1, float beta2, float weight_decay, float eps, "
-              "bool amsgrad, bool maximize"));
+  for (const StepInputs& step : all_step_inputs()) {
+    for (const bool tensor_lr : {false, true}) {
+      m.def(schema(step, tensor_lr).c_str());
     }
-    define(
-        m,
-        schema(
-            "fused_lamb_",
-            tensor_lr,
-            "Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
-            "Tensor(e!)[] state_steps",
-            "$lr, float beta1, float beta2, float weight_decay, float eps, "
-            "bool trust_clip, bool always_adapt, bool maximize",
-            /*skips=*/false));
   }
 }
 
-namespace {
-
-void implement(torch::Library& m) {
-  using Tensor = const at::Tensor&;
-  m.impl("all_reduce_", &all_reduce);
-  m.impl("fused_sgd_", &sgd<double>);
-  m.impl("fused_sgd_.tensor_lr", &sgd<Tensor>);
-  m.impl("fused_adam_", &adam<OpCode::kFusedAdam, double>);
-  m.impl("fused_adam_.tensor_lr", &adam<OpCode::kFusedAdam, Tensor>);
-  m.impl("fused_adamw_", &adam<OpCode::kFusedAdamW, double>);
-  m.impl("fused_adamw_.tensor_lr", &adam<OpCode::kFusedAdamW, Tensor>);
-  m.impl("fused_lamb_", &lamb<double>);
-  m.impl("fused_lamb_.tensor_lr", &lamb<Tensor>);
-}
-
-} // namespace
-
 TORCH_LIBRARY_IMPL(fusedpg, CPU, m) {
-  implement(m);
+  m.impl("all_reduce_", &all_reduce);
+  implement_steps<&step>(m);
 }
 TORCH_LIBRARY_IMPL(fusedpg, CUDA, m) {
-  implement(m);
+  m.impl("all_reduce_", &all_reduce);
+  implement_steps<&step>(m);
 }
 
 TORCH_LIBRARY_IMPL(fusedpg, Autograd, m) {
@@ -381,14 +252,7 @@ TORCH_LIBRARY_IMPL(fusedpg, Negative, m) {
 
 TORCH_LIBRARY_IMPL(fusedpg, Meta, m) {
   m.impl("all_reduce_", &all_reduce_of_meta);
-  for (const char* name :
-       {"fused_sgd_", "fused_adam_", "fused_adamw_", "fused_lamb_"}) {
-    for (const char* overload : {"", ".tensor_lr"}) {
-      m.impl(
-          (std::string(name) + overload).c_str(),
-          torch::CppFunction::makeFromBoxedFunction<&nothing>());
-    }
-  }
+  implement_steps<&nothing>(m);
 }
 
 } // namespace fusedpg

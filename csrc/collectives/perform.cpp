@@ -103,13 +103,11 @@ bool perform(Way& way, const Call& call) {
       return true;
     case OpCode::kFusedProgram:
       return fused_program(way, *std::get<const ProgramCall*>(call.fused));
-    case OpCode::kFusedSgd:
-    case OpCode::kFusedAdam:
-    case OpCode::kFusedAdamW:
-    case OpCode::kFusedLamb:
-      fused_step(way, *std::get<const StepCall*>(call.fused));
-      return true;
     default:
+      if (step_formula(call.op)) {
+        fused_step(way, *std::get<const StepCall*>(call.fused));
+        return true;
+      }
       if (!moves(call.op)) {
         throw std::logic_error(
             formatted("fused: perform() does not know {}", op_name(call.op)));

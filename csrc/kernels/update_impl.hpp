@@ -78,24 +78,18 @@ constexpr Loop<typename Rule::Value> loop_of() {
 
 template <typename C>
 static Loop<C> update_loop(const UpdateArgs& args) {
-  switch (args.formula) {
-    case Formula::kSgd:
-      if (args.sgd.momentum == 0) {
-        return loop_of<SgdRule<C, false, false>>();
-      }
-      return args.sgd.nesterov ? loop_of<SgdRule<C, true, true>>()
-                               : loop_of<SgdRule<C, true, false>>();
-    case Formula::kAdam:
-      if (args.adam.decoupled) {
-        return args.adam.amsgrad ? loop_of<AdamRule<C, true, true>>()
-                                 : loop_of<AdamRule<C, true, false>>();
-      }
-      return args.adam.amsgrad ? loop_of<AdamRule<C, false, true>>()
-                               : loop_of<AdamRule<C, false, false>>();
-    case Formula::kLamb:
-      break;
-  }
-  return loop_of<LambRule<C, false>>();
+  const struct {
+    Formula formula;
+    bool momentum, nesterov, decoupled, amsgrad;
+  } options{
+      args.formula,
+      args.sgd.momentum != 0,
+      args.sgd.nesterov,
+      args.adam.decoupled,
+      args.adam.amsgrad};
+  return with_rule<C>(options, [](auto rule) {
+    return loop_of<typename decltype(rule)::Type>();
+  });
 }
 
 FUSEDPG_INLINE bool is_half(DType type) {

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from fusedpg import _agreement, _own_group
 from fusedpg._refusal import shared_errors, tell
 from fusedpg._registration import BACKEND, load_extension
-from fusedpg.aggregation._config import Config
+from fusedpg.aggregation._config import Config, named
 from fusedpg.aggregation._jobs import JobSlice
 from fusedpg.aggregation._processors import Message
 
@@ -265,6 +265,4 @@ def register_backend(name: str, make: Make) -> None:
 
 
 def backend(config: Config, group: dist.ProcessGroup | None) -> Backend:
-    if config.backend not in _by_name:
-        raise ValueError(f"no backend {config.backend!r}; there are {sorted(_by_name)}")
-    return _by_name[config.backend](config, group)
+    return named("backend", _by_name, config.backend)(config, group)

@@ -8,7 +8,9 @@ import os
 import socket
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
 
 PREFIX = "FUSEDPG_AGGREGATION_"
 # Keys of switchml.cfg. The controller is where workers join: an aggregator by UDP.
@@ -210,6 +212,13 @@ def parameter(key: str, where: str) -> str | None:
     if name not in names:
         raise ValueError(f"{where}: unknown key {key}; there are {_listed(names)}")
     return name
+
+
+def named(kind: str, known: Mapping[str, _T], name: str) -> _T:
+    """A part that a configuration names."""
+    if name not in known:
+        raise ValueError(f"no {kind} {name!r}; there are {sorted(known)}")
+    return known[name]
 
 
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from fusedpg.aggregation._config import Config
+from fusedpg.aggregation._config import Config, named
 from fusedpg.aggregation._jobs import JobSlice
 from fusedpg.compress import _kernels as kernels
 
@@ -140,8 +140,4 @@ def register_prepostprocessor(name: str, make: Make) -> None:
 
 
 def prepostprocessor(config: Config) -> Make:
-    if config.prepostprocessor not in _by_name:
-        raise ValueError(
-            f"no prepostprocessor {config.prepostprocessor!r}; there are {sorted(_by_name)}"
-        )
-    return _by_name[config.prepostprocessor]
+    return named("prepostprocessor", _by_name, config.prepostprocessor)

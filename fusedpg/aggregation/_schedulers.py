@@ -8,7 +8,7 @@ import itertools
 import threading
 from collections.abc import Callable
 
-from fusedpg.aggregation._config import Config
+from fusedpg.aggregation._config import Config, named
 from fusedpg.aggregation._jobs import Job, JobSlice
 
 
@@ -92,6 +92,4 @@ def register_scheduler(name: str, make: Callable[[Config], Scheduler]) -> None:
 
 
 def scheduler(config: Config) -> Scheduler:
-    if config.scheduler not in _by_name:
-        raise ValueError(f"no scheduler {config.scheduler!r}; there are {sorted(_by_name)}")
-    return _by_name[config.scheduler](config)
+    return named("scheduler", _by_name, config.scheduler)(config)

@@ -8,7 +8,7 @@ import functools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import FunctionType
 from typing import Any, Literal, cast, overload
 
@@ -257,7 +257,7 @@ class FusedFunction:
 
     def _traced(self, values: Mapping[str, Any], ranks: Ranks, device: str = "") -> Program:
         parameters: dict[str, Parameter] = {}
-        static: dict[str, Any] = {}
+        static: dict[str, object] = {}
         for name, value in values.items():
             layout = self._signature.layouts[name]
             if isinstance(value, torch.Tensor):
@@ -277,7 +277,9 @@ class FusedFunction:
                 check_part(node, node.name, values[node.name], ranks)
         return program
 
-    def _key(self, values: Mapping[str, object], ranks: Ranks, device: str = "") -> Any:
+    def _key(
+        self, values: Mapping[str, object], ranks: Ranks, device: str = ""
+    ) -> tuple[Hashable, ...]:
         """What a program is found by. `device`: its type; else that of the tensors."""
         arguments = tuple(
             (value.shape, value.dtype)

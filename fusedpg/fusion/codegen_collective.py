@@ -20,7 +20,7 @@ from fusedpg.fusion.codegen import (
 )
 from fusedpg.fusion.codegen_loop import Loop, Sink, indented
 from fusedpg.fusion.ir import Group, Node, Program
-from fusedpg.fusion.own_rows import LONGEST
+from fusedpg.fusion.local_rows import LONGEST
 from fusedpg.fusion.rows import Rows
 
 FULL, PART, AS_IS, PART_OF_ROWS = 0, 1, 2, 3  # ProgramCall::Operand

@@ -449,17 +449,17 @@ class Lowering:
         scale = self._pointwise("rsqrt", self._pointwise("add", mean, eps))
         return self._scaled(self._pointwise("mul", wide, scale), weight, None, input.dtype)
 
-    def _matmul(self, a: Any, b: Any) -> Node:
+    def _matmul(self, a: Node, b: Node) -> Node:
         return self.build.matmul(a, b, False)
 
-    def _linear(self, input: Any, weight: Any, bias: object = None) -> Node:
+    def _linear(self, input: Node, weight: Node, bias: object = None) -> Node:
         product = self.build.matmul(input, weight, True)
         return product if bias is None else self._pointwise("add", product, bias)
 
     def _to(self, x: Node, dtype: object) -> Node:
         return self._cast(x, dtype)
 
-    def _size(self, x: Node, dim: int | None = None) -> Any:
+    def _size(self, x: Node, dim: int | None = None) -> object:
         return self._shape(x) if dim is None else self._shape(x)[dim]
 
     def _numel(self, x: Node) -> int:

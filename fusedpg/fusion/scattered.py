@@ -12,7 +12,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from fusedpg.fusion.places import has_memory, overlap, refuse, span
 
 
-def flat(name: str, tensors: Sequence[Any]) -> torch.Tensor:
+def flat(name: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The tensors as one: where they lie one behind the other without a copy.
 
     Raises:
@@ -36,7 +36,7 @@ def _has_tangent(tensors: Sequence[torch.Tensor]) -> bool:
     return any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)
 
 
-def _check(name: str, tensors: Sequence[Any], *, arriving: bool = False) -> None:
+def _check(name: str, tensors: Sequence[torch.Tensor], *, arriving: bool = False) -> None:
     """`arriving`: they may be results of collectives that are under way."""
 
     def fail(reason: str) -> NoReturn:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from fusedpg.fusion.errors import IllegalTransformation
 from fusedpg.fusion.estimate import seconds
 from fusedpg.fusion.ir import SHARD, Program, carried
-from fusedpg.fusion.own_rows import OwnRows
+from fusedpg.fusion.local_rows import LocalRowReduction
 from fusedpg.fusion.transformations import (
     AsShard,
     FuseCollective,
@@ -121,7 +121,7 @@ def _shapes(start: Schedule) -> Iterator[Schedule]:
                         # What Reorder slices may be computed on slices in turn.
                         for again in _maybe(moved, AsShard()):
                             # With rows of its own a rank sends less, and computes the same.
-                            yield list(_maybe(again, OwnRows()))[-1]
+                            yield list(_maybe(again, LocalRowReduction()))[-1]
 
 
 def _splits(program: Program) -> Iterator[Sequence[Transformation]]:

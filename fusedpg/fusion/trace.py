@@ -28,7 +28,7 @@ _HERE = str(Path(__file__).parent)
 _DEVICES = ("cpu", "cuda")
 _NOT_THE_USERS = (_HERE, str(Path(torch.__file__).parent))
 # Python's in-place operators.
-IN_PLACE: dict[Any, str] = {
+IN_PLACE: dict[Callable[..., object], str] = {
     operator.iadd: "+",
     operator.isub: "-",
     operator.imul: "*",

@@ -496,9 +496,9 @@ def _with_groups(how: Transformation, program: Program, groups: list[Group]) -> 
 class FuseCollective(Transformation):
     """A reduce_scatter, the computation on its slices, and their all_gathers become one operation.
 
-    Reductions are part of that where they are of the rank's own rows, see `OwnRows`, or of all
-    elements: then ranks exchange the numbers within the operation. The node is the reduce_scatter;
-    without one there must be exactly one in the program.
+    Reductions are part of that where they are of the rank's own rows, see `LocalRowReduction`, or
+    of all elements: then ranks exchange the numbers within the operation. The node is the
+    reduce_scatter; without one there must be exactly one in the program.
     """
 
     def apply(self, program: Program) -> Program:

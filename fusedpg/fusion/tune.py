@@ -11,7 +11,6 @@ import logging
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -250,7 +249,7 @@ def _call(
 
 def _copies(
     group: dist.ProcessGroup, arguments: Mapping[str, object], targets: Sequence[torch.Tensor]
-) -> tuple[dict[str, Any], list[torch.Tensor]]:
+) -> tuple[dict[str, object], list[torch.Tensor]]:
     """The arguments and targets again, in memory of their own and of the same kind."""
     made: dict[int, torch.Tensor] = {}
 
@@ -285,7 +284,7 @@ def _like(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 def stand_ins(
     program: Program, rank: int, device: torch.device, numbers: Mapping[str, object]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Arguments for a backward program, whose own are not there yet."""
 
     def ones(node: Node) -> torch.Tensor:

@@ -21,8 +21,8 @@ from fusedpg.hvd import _basics
 from fusedpg.hvd import _operations as ops
 from fusedpg.hvd.exceptions import HorovodInternalError
 from fusedpg.hvd.functions import broadcast_object
-from fusedpg.optim import FusedOptimizer, fuse
-from fusedpg.optim._fuse import _HOOKS
+from fusedpg.optim import FusedOptimizer, from_torch
+from fusedpg.optim._from_torch import _HOOKS
 from fusedpg.optim._slices import SliceTensor
 
 # Joined ranks take part in these.
@@ -198,7 +198,7 @@ def fused_optimizer(optimizer: Optimizer, op: int) -> Fused:
     held = None
     if not isinstance(optimizer, FusedOptimizer):
         held = optimizer.state_dict()["state"] if optimizer.state else None
-        made = fuse(optimizer, reduce="mean" if op == ops.Average else "sum")
+        made = from_torch(optimizer, reduce="mean" if op == ops.Average else "sum")
     if not isinstance(made, Fused):
         made.__class__ = type(type(made).__name__, (Fused, type(made)), {"__module__": __name__})
         _made.append(weakref.ref(made))

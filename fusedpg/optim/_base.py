@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -70,6 +70,19 @@ class FusedOptimizer(WholeState, Joinable):
     """
 
     _op: str
+    # By the class of torch that does the same, for `from_torch`.
+    _of_torch: ClassVar[dict[type[Optimizer], type[FusedOptimizer]]] = {}
+
+    def __init_subclass__(
+        cls, op: str = "", of: type[Optimizer] | None = None, **options: object
+    ) -> None:
+        """Declares an optimizer by its operation ``op``. A subclass of it, which may do anything
+        else, takes nobody's place."""
+        super().__init_subclass__(**options)
+        if op:
+            cls._op = op
+        if of is not None:
+            FusedOptimizer._of_torch[of] = cls
 
     def __init__(
         self,
@@ -502,16 +515,3 @@ def defaults_of(arguments: dict[str, object], **fixed: object) -> dict[str, obje
     """The defaults of groups: a constructor's ``locals()`` but for what is no option of groups."""
     other = ("self", "__class__", "params", "options")  # __class__: of super()
     return {name: value for name, value in arguments.items() if name not in other} | fixed
-
-
-def check_options(kind: type[Optimizer], options: ParamGroup, *names: str) -> None:
-    """Raises what a class of torch does for some of its arguments, and for NaN."""
-    arguments: dict[str, Any] = {name: options[name] for name in names}
-    kind([torch.empty(0)], **arguments)
-    # torch's SGD does not see it.
-    for name, value in arguments.items():
-        if isinstance(value, (float, torch.Tensor)) and bool(value != value):
-            raise ValueError(f"Invalid {name} value: {value}")
-    # ``foreach`` and ``fused`` are accepted and ignored; this would change what a step means.
-    if options.get("differentiable"):
-        raise ValueError("differentiable=True is not supported by fused optimizers")

@@ -305,7 +305,7 @@ class WholeState(ShardedState):
         groups = self._loaded_groups(state_dict)
         state = self._loaded_state(state_dict)
         self._load_digest = self._digest(state_dict)
-        # The same dicts: fuse() shares them with an optimizer of torch and its schedulers.
+        # The same dicts: from_torch() shares them with an optimizer of torch and its schedulers.
         for group, loaded in zip(self.param_groups, groups, strict=True):
             group.clear()
             group.update(loaded)

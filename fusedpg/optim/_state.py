@@ -42,6 +42,19 @@ def _is_zero(lr: float | torch.Tensor) -> bool:
     return not (isinstance(lr, torch.Tensor) and lr.device.type != "cpu") and bool(lr == 0)
 
 
+def check_options(kind: type[Optimizer], options: ParamGroup, *names: str) -> None:
+    """Raises what a class of torch does for some of its arguments, and for NaN."""
+    arguments: dict[str, Any] = {name: options[name] for name in names}
+    kind([torch.empty(0)], **arguments)
+    # torch's SGD does not see it.
+    for name, value in arguments.items():
+        if isinstance(value, (float, torch.Tensor)) and bool(value != value):
+            raise ValueError(f"Invalid {name} value: {value}")
+    # ``foreach`` and ``fused`` are accepted and ignored; this would change what a step means.
+    if options.get("differentiable"):
+        raise ValueError("differentiable=True is not supported by fused optimizers")
+
+
 def _versions(state: dict[str, torch.Tensor]) -> int:
     return sum(value._version for value in state.values())
 
@@ -62,17 +75,29 @@ class ShardedState(Optimizer):
     # Values of options that state dicts of older versions lack.
     _group_defaults: ClassVar[ParamGroup]
 
+    # Hyperparameters besides lr: numbers, and options by the names of ``_C.Hyper``.
+    _numbers: tuple[str, ...]
+    _flags: ClassVar[dict[str, str]]
+
     def _state_keys(self, group: ParamGroup) -> list[str]:
         """Names of the state slices, in the order in which the step takes them."""
-        raise NotImplementedError
+        return list(self._slices)
 
     def _check_options(self, options: ParamGroup) -> None:
         """Raises what torch.optim does for hyperparameters out of range."""
-        raise NotImplementedError
+        check_options(torch.optim.AdamW, options, "lr", *self._numbers)
 
     def _hyper(self, group: ParamGroup) -> dict[str, object]:
         """The keyword arguments of ``_C.Hyper``."""
-        raise NotImplementedError
+        hyper: dict[str, object] = {"lr": group["lr"]}
+        for name in self._numbers:
+            if name == "betas":
+                hyper["beta1"], hyper["beta2"] = map(float, group[name])
+            else:
+                hyper[name] = float(group[name])
+        for name, option in self._flags.items():
+            hyper[name] = bool(group[option])
+        return hyper
 
     def _state_dtype(self, param: torch.Tensor) -> torch.dtype:
         """As torch: the parameter's, or that of the master weights."""

@@ -7,13 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch.optim.optimizer import ParamsT
 
-from fusedpg.optim._base import (
-    FusedOptimizer,
-    Options,
-    check_options,
-    defaults_of,
-    documented,
-)
+from fusedpg.optim._base import FusedOptimizer, Options, defaults_of, documented
 from fusedpg.optim._state import ParamGroup
 
 if TYPE_CHECKING:
@@ -22,6 +16,12 @@ if TYPE_CHECKING:
 
 class _AdamBase(FusedOptimizer):
     _slices = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+    _numbers = ("betas", "eps", "weight_decay")
+    _flags: ClassVar[dict[str, str]] = {
+        "decoupled": "decoupled_weight_decay",
+        "amsgrad": "amsgrad",
+        "maximize": "maximize",
+    }
     # As torch's.
     _group_defaults: ClassVar[ParamGroup] = {
         "amsgrad": False,
@@ -33,27 +33,11 @@ class _AdamBase(FusedOptimizer):
         "fused": None,
     }
 
-    def _check_options(self, options: ParamGroup) -> None:
-        check_options(torch.optim.AdamW, options, "lr", "betas", "eps", "weight_decay")
-
     def _state_keys(self, group: ParamGroup) -> list[str]:
         return ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if group["amsgrad"] else [])
 
-    def _hyper(self, group: ParamGroup) -> dict[str, object]:
-        beta1, beta2 = group["betas"]
-        return {
-            "lr": group["lr"],
-            "beta1": float(beta1),
-            "beta2": float(beta2),
-            "eps": float(group["eps"]),
-            "weight_decay": float(group["weight_decay"]),
-            "decoupled": bool(group["decoupled_weight_decay"]),
-            "amsgrad": bool(group["amsgrad"]),
-            "maximize": bool(group["maximize"]),
-        }
 
-
-class Adam(_AdamBase):
+class Adam(_AdamBase, op="fused_adam_", of=torch.optim.Adam):
     @documented(
         """``torch.optim.Adam`` as one collective over all ranks.
 
@@ -80,10 +64,8 @@ class Adam(_AdamBase):
     ) -> None:
         super().__init__(params, defaults_of(locals()), **options)
 
-    _op = "fused_adam_"
 
-
-class AdamW(_AdamBase):
+class AdamW(_AdamBase, op="fused_adamw_", of=torch.optim.AdamW):
     @documented(
         """``torch.optim.AdamW`` as one collective over all ranks.
 
@@ -108,8 +90,6 @@ class AdamW(_AdamBase):
         **options: Unpack[Options],
     ) -> None:
         super().__init__(params, defaults_of(locals(), decoupled_weight_decay=True), **options)
-
-    _op = "fused_adamw_"
 
     def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)

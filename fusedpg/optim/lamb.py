@@ -7,20 +7,14 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch.optim.optimizer import ParamsT
 
-from fusedpg.optim._base import (
-    FusedOptimizer,
-    Options,
-    check_options,
-    defaults_of,
-    documented,
-)
+from fusedpg.optim._base import FusedOptimizer, Options, defaults_of, documented
 from fusedpg.optim._state import ParamGroup
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class LAMB(FusedOptimizer):
+class LAMB(FusedOptimizer, op="fused_lamb_"):
     @documented(
         """LAMB as one collective over all ranks.
 
@@ -57,8 +51,13 @@ class LAMB(FusedOptimizer):
     ) -> None:
         super().__init__(params, defaults_of(locals()), **options)
 
-    _op = "fused_lamb_"
     _slices = ("exp_avg", "exp_avg_sq")
+    _numbers = ("betas", "eps", "weight_decay")
+    _flags: ClassVar[dict[str, str]] = {
+        "trust_clip": "trust_clip",
+        "always_adapt": "always_adapt",
+        "maximize": "maximize",
+    }
     _group_defaults: ClassVar[ParamGroup] = {
         "trust_clip": False,
         "always_adapt": False,
@@ -69,24 +68,5 @@ class LAMB(FusedOptimizer):
         "fused": None,
     }
 
-    def _check_options(self, options: ParamGroup) -> None:
-        check_options(torch.optim.AdamW, options, "lr", "betas", "eps", "weight_decay")
-
     def _state_dtype(self, param: torch.Tensor) -> torch.dtype:
         return torch.float64 if param.dtype == torch.float64 else torch.float32
-
-    def _state_keys(self, group: ParamGroup) -> list[str]:
-        return ["exp_avg", "exp_avg_sq"]
-
-    def _hyper(self, group: ParamGroup) -> dict[str, object]:
-        beta1, beta2 = group["betas"]
-        return {
-            "lr": group["lr"],
-            "beta1": float(beta1),
-            "beta2": float(beta2),
-            "eps": float(group["eps"]),
-            "weight_decay": float(group["weight_decay"]),
-            "trust_clip": bool(group["trust_clip"]),
-            "always_adapt": bool(group["always_adapt"]),
-            "maximize": bool(group["maximize"]),
-        }

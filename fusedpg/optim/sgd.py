@@ -7,20 +7,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch.optim.optimizer import ParamsT
 
-from fusedpg.optim._base import (
-    FusedOptimizer,
-    Options,
-    check_options,
-    defaults_of,
-    documented,
-)
-from fusedpg.optim._state import ParamGroup
+from fusedpg.optim._base import FusedOptimizer, Options, defaults_of, documented
+from fusedpg.optim._state import ParamGroup, check_options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class SGD(FusedOptimizer):
+class SGD(FusedOptimizer, op="fused_sgd_", of=torch.optim.SGD):
     @documented(
         """``torch.optim.SGD`` as one collective over all ranks.
 
@@ -45,9 +39,9 @@ class SGD(FusedOptimizer):
     ) -> None:
         super().__init__(params, defaults_of(locals()), **options)
 
-    _op = "fused_sgd_"
-
     _slices = ("momentum_buffer",)
+    _numbers = ("momentum", "dampening", "weight_decay")
+    _flags: ClassVar[dict[str, str]] = {"nesterov": "nesterov", "maximize": "maximize"}
     _late = True  # momentum may be turned on later
     _counts = False  # as in torch, the first step is the one that finds no buffer
     _group_defaults: ClassVar[ParamGroup] = {
@@ -59,8 +53,7 @@ class SGD(FusedOptimizer):
     }
 
     def _check_options(self, options: ParamGroup) -> None:
-        names = ("lr", "momentum", "dampening", "weight_decay", "nesterov")
-        check_options(torch.optim.SGD, options, *names)
+        check_options(torch.optim.SGD, options, "lr", *self._numbers, "nesterov")
 
     def _first_differs(self, group: ParamGroup) -> bool:
         # Without dampening a buffer of zeros does the same.
@@ -74,13 +67,3 @@ class SGD(FusedOptimizer):
 
     def _state_keys(self, group: ParamGroup) -> list[str]:
         return ["momentum_buffer"] if group["momentum"] else []
-
-    def _hyper(self, group: ParamGroup) -> dict[str, object]:
-        return {
-            "lr": group["lr"],
-            "momentum": float(group["momentum"]),
-            "dampening": float(group["dampening"]),
-            "weight_decay": float(group["weight_decay"]),
-            "nesterov": bool(group["nesterov"]),
-            "maximize": bool(group["maximize"]),
-        }

@@ -34,15 +34,12 @@ def _layer_counts(space: Space, stages: int) -> list[int] | None:
     """Operators of each stage, if every stage has the same number of layers."""
     starts = np.flatnonzero(space.model.is_start).tolist()
     if not starts:
-        return _equal_counts(space.model.num_ops, stages)
+        each, more = divmod(space.model.num_ops, stages)
+        return [each + (stage < more) for stage in range(stages)]
     if len(starts) % stages:
         return None
     borders = [0, *starts[len(starts) // stages :: len(starts) // stages], space.model.num_ops]
     return [end - first for first, end in itertools.pairwise(borders)]
-
-
-def _equal_counts(ops: int, stages: int) -> list[int]:
-    return [ops // stages + (stage < ops % stages) for stage in range(stages)]
 
 
 def uniform_grid(space: Space) -> list[Plan]:

@@ -268,7 +268,7 @@ class Plan:
             if width != self.num_gpus[stage % period]
         ][:1]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """The plan as in a file: Aceso's keys, and `schedule`, `virtual_stages`, `predicted`."""
         result: dict[str, object] = {
             "model_name": self.model_name,

@@ -88,9 +88,13 @@ class ParallelLinear(nn.Linear):
                 if copies and isinstance(placement, Replicate):
                     given = whole.detach().clone()  # it is broadcast in place
                 spread = distribute_tensor(given, mesh, [placement], src_data_rank=src_data_rank)
-                if copies and _share_memory(spread.to_local(), whole):
+                part = spread.to_local()
+                if (
+                    copies
+                    and part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+                ):
                     # A part of the whole, of one rank or without a source rank.
-                    own = spread.to_local().detach().clone()
+                    own = part.detach().clone()
                     spread = DTensor.from_local(
                         own, mesh, [placement], run_check=False, shape=whole.shape,
                         stride=whole.stride(),
@@ -470,10 +474,6 @@ def _autocast(x: torch.Tensor) -> torch.Tensor:
     if x.dtype == torch.float64:
         return x
     return x.to(torch.get_autocast_dtype(x.device.type))
-
-
-def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def _mesh(group: dist.ProcessGroup, device: str) -> DeviceMesh:

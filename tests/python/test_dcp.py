@@ -124,7 +124,9 @@ class Wholes(Fused):
 
 class OfTorch(Fused):
     def made(self) -> Any:
-        return fusedpg.optim.fuse(torch.optim.AdamW(self.model.parameters(), lr=0.01), self.ddp)
+        return fusedpg.optim.from_torch(
+            torch.optim.AdamW(self.model.parameters(), lr=0.01), self.ddp
+        )
 
 
 class Compressed(Run):

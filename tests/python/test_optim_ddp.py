@@ -1,4 +1,4 @@
-"""Fused optimizers in scripts that use DistributedDataParallel, Join, DCP and fuse()."""
+"""Fused optimizers in scripts that use DistributedDataParallel, Join, DCP and from_torch()."""
 
 from __future__ import annotations
 

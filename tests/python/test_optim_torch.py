@@ -626,7 +626,7 @@ def test_hooks(context: Context) -> None:
 
 @on_ranks(2)
 def test_hooks_of_a_fused_optimizer(context: Context) -> None:
-    """``fuse()`` takes over what was registered."""
+    """``from_torch()`` takes over what was registered."""
     params = parameters()
     optimizer = torch.optim.AdamW(params)
     calls: list[str] = []

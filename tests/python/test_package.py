@@ -442,6 +442,26 @@ def test_public_names() -> None:
     assert set(api.__all__) == public
 
 
+@pytest.mark.parametrize(
+    ("module", "old", "new"),
+    [("fusedpg.fusion", "OwnRows", "LocalRowReduction"), ("fusedpg.optim", "fuse", "from_torch")],
+)
+def test_old_names(module: str, old: str, new: str) -> None:
+    """They are the same objects, also by `import *`, and a warning names the line."""
+    home = importlib.import_module(module)
+    text = rf"{module}\.{old} is now {module}\.{new}; fusedpg 0\.3 drops"
+    with pytest.warns(DeprecationWarning, match=text) as warned:
+        assert getattr(home, old) is getattr(home, new)
+    assert [warning.filename for warning in warned] == [__file__]
+    names: dict[str, object] = {}
+    with pytest.warns(DeprecationWarning, match=text) as warned:
+        exec(compile(f"from {module} import *", "a program", "exec"), names)
+    assert {warning.filename for warning in warned} == {"a program"}
+    assert names[old] is names[new]
+    with pytest.raises(AttributeError, match=f"module '{module}' has no attribute 'nothing'"):
+        _ = home.nothing
+
+
 def other_devices(context: Context) -> str:
     """A tensor of a device we were not built for; the text of the error."""
     group = dist.distributed_c10d._get_default_group()

@@ -8,22 +8,9 @@
 
 namespace fusedpg {
 
-const char* step_title(OpCode op) {
-  switch (op) {
-    case OpCode::kFusedSgd:
-      return "fused:fused_sgd_";
-    case OpCode::kFusedAdam:
-      return "fused:fused_adam_";
-    case OpCode::kFusedLamb:
-      return "fused:fused_lamb_";
-    default:
-      return "fused:fused_adamw_";
-  }
-}
-
 WorkPtr CpuRoute::fused_step_(StepArguments arguments, bool async_op) {
-  const CallInfo call =
-      group_.info(c10d::OpType::UNKNOWN, step_title(arguments.op), async_op);
+  const CallInfo call = group_.info(
+      c10d::OpType::UNKNOWN, step_inputs(arguments.op).title, async_op);
   // Kept by the closure, which may run after this call has returned.
   const auto a = std::make_shared<const StepArguments>(std::move(arguments));
   return run(

@@ -180,7 +180,7 @@ WorkPtr CudaRoute::fused_step_(StepArguments arguments, bool async_op) {
   TORCH_CHECK_VALUE(
       !arguments.shared_params,
       "fused: parameters on a GPU cannot be shared between ranks");
-  const char* title = step_title(arguments.op);
+  const char* title = step_inputs(arguments.op).title;
   group_.check_open(title);
   check_not_coalescing(title);
   if (arguments.masters_follow) {

@@ -9,9 +9,6 @@
 
 namespace fusedpg {
 
-// "fused:fused_adamw_", for the profiler and errors.
-const char* step_title(OpCode op);
-
 // The operations of a group on one kind of memory: c10d's, with arguments as
 // callers give them, and ours. CpuRoute has an engine, CudaRoute another one.
 // ProcessGroupFused chooses by the tensors' device. What CudaRoute does not do

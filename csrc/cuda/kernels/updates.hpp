@@ -7,6 +7,8 @@
 // kernels (kernels/update_impl.hpp), so both give the same bits.
 namespace fusedpg::cuda {
 
+using kernels::with_rule;
+
 // A thread works on kUnroll vectors of kElements elements at a time: all loads,
 // then the formula, then the stores.
 template <int elements, int unroll>
@@ -327,38 +329,6 @@ FUSEDPG_HOST_DEVICE void fold_lanes(
   for (int i = thread; i < half; i += threads) {
     lanes[i].add(lanes[i + half]);
   }
-}
-
-template <typename Rule>
-struct RuleTag {
-  using Type = Rule;
-};
-
-// Calls `call` with the RuleTag of what update_tile has to run.
-#if defined(__CUDACC__)
-#pragma nv_exec_check_disable // a host's call is not meant for the device
-#endif
-template <typename C, typename Call>
-FUSEDPG_HOST_DEVICE auto with_rule(const UpdateArgs& args, Call&& call) {
-  using namespace kernels;
-  switch (args.formula) {
-    case Formula::kSgd:
-      if (!args.momentum) {
-        return call(RuleTag<SgdRule<C, false, false>>());
-      }
-      return args.nesterov ? call(RuleTag<SgdRule<C, true, true>>())
-                           : call(RuleTag<SgdRule<C, true, false>>());
-    case Formula::kAdam:
-      if (args.decoupled) {
-        return args.amsgrad ? call(RuleTag<AdamRule<C, true, true>>())
-                            : call(RuleTag<AdamRule<C, true, false>>());
-      }
-      return args.amsgrad ? call(RuleTag<AdamRule<C, false, true>>())
-                          : call(RuleTag<AdamRule<C, false, false>>());
-    case Formula::kLamb:
-      break;
-  }
-  return call(RuleTag<LambRule<C, false>>());
 }
 
 } // namespace fusedpg::cuda

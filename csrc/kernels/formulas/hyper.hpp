@@ -30,6 +30,26 @@ struct Hyper {
   bool always_adapt = false; // LAMB: also without weight decay
 };
 
+// Calls f(name, member) for each hyperparameter. Ranks compare them in this
+// order; Python and the operators know them by these names.
+template <typename H, typename F>
+void for_each_hyper(H& h, F&& f) {
+  f("lr", h.lr);
+  f("beta1", h.beta1);
+  f("beta2", h.beta2);
+  f("eps", h.eps);
+  f("weight_decay", h.weight_decay);
+  f("momentum", h.momentum);
+  f("dampening", h.dampening);
+  f("nesterov", h.nesterov);
+  f("first_step", h.first_step);
+  f("decoupled", h.decoupled);
+  f("amsgrad", h.amsgrad);
+  f("maximize", h.maximize);
+  f("trust_clip", h.trust_clip);
+  f("always_adapt", h.always_adapt);
+}
+
 // The scalars of all formulas, as the update kernels take them.
 struct StepScalars {
   SgdScalars<double> sgd;

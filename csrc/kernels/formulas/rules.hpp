@@ -84,4 +84,37 @@ struct LambRule {
   }
 };
 
+template <typename Rule>
+struct RuleTag {
+  using Type = Rule;
+};
+
+// Calls `call` with the RuleTag of the rule for an update. `options`: the formula,
+// and those of its options that the compiler sees as types. LAMB's rule is that
+// of its second half.
+#if defined(__CUDACC__)
+#pragma nv_exec_check_disable // a host's call is not meant for the device
+#endif
+template <typename C, typename Options, typename Call>
+FUSEDPG_HOST_DEVICE auto with_rule(const Options& options, Call&& call) {
+  switch (options.formula) {
+    case Formula::kSgd:
+      if (!options.momentum) {
+        return call(RuleTag<SgdRule<C, false, false>>());
+      }
+      return options.nesterov ? call(RuleTag<SgdRule<C, true, true>>())
+                              : call(RuleTag<SgdRule<C, true, false>>());
+    case Formula::kAdam:
+      if (options.decoupled) {
+        return options.amsgrad ? call(RuleTag<AdamRule<C, true, true>>())
+                               : call(RuleTag<AdamRule<C, true, false>>());
+      }
+      return options.amsgrad ? call(RuleTag<AdamRule<C, false, true>>())
+                             : call(RuleTag<AdamRule<C, false, false>>());
+    case Formula::kLamb:
+      break;
+  }
+  return call(RuleTag<LambRule<C, false>>());
+}
+
 } // namespace fusedpg::kernels

@@ -276,7 +276,7 @@ def weighted(context: Context, run: Run, uneven: bool) -> str:
 
 
 def continues(context: Context, run: Run) -> str:
-    """fuse() in the middle of a training takes over where torch's optimizer stands."""
+    """from_torch() in the middle of a training takes over where torch's optimizer stands."""
     import fusedpg
 
     trainer = Trainer(context, run)
@@ -302,7 +302,7 @@ def continues(context: Context, run: Run) -> str:
             decay.step()
     kept = copy.deepcopy(old.state_dict())
     net.zero_grad()
-    trainer.optimizer = fusedpg.optim.fuse(old, trainer.ddp, overlap=run.mode == "overlap")
+    trainer.optimizer = fusedpg.optim.from_torch(old, trainer.ddp, overlap=run.mode == "overlap")
     trainer.agree()
     for step in range(5, 10):
         trainer.both(step)
@@ -321,4 +321,4 @@ def fuse_refuses(context: Context) -> None:
     import fusedpg
 
     with refused("RMSprop", TypeError):
-        fusedpg.optim.fuse(torch.optim.RMSprop([nn.Parameter(torch.zeros(3))]))
+        fusedpg.optim.from_torch(torch.optim.RMSprop([nn.Parameter(torch.zeros(3))]))

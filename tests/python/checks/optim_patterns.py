@@ -331,7 +331,7 @@ def fuse_then_load(s: Script) -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(old, 1, 0.5)
     s.opt = old
     if s.fused:
-        s.opt = fusedpg.optim.fuse(old, s.net, **s.own())
+        s.opt = fusedpg.optim.from_torch(old, s.net, **s.own())
     s.opt.load_state_dict(s.opt.state_dict())
     for _ in range(4):
         s.backward(s.net(s.x()))

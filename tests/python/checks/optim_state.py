@@ -224,7 +224,7 @@ def from_torch(context: Context, kind: str, after: int, how: str) -> None:
         reference.steps(part * STEPS)
         start.steps(part * STEPS)
     if how == "fuse":
-        optimizer: Any = fusedpg.optim.fuse(start.optimizer)
+        optimizer: Any = fusedpg.optim.from_torch(start.optimizer)
     else:
         optimizer = fused(start.module, kind)
         given = start.optimizer.state_dict()

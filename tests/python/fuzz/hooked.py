@@ -419,7 +419,7 @@ class Ours:
         if way == "torch" and self.case.optimizer != "LAMB":
             old = of_torch(self.case.optimizer, self.param_groups())
             old.load_state_dict(whole)
-            self.optimizer = fusedpg.optim.fuse(old, **self.options())
+            self.optimizer = fusedpg.optim.from_torch(old, **self.options())
         else:
             self.optimizer = self.make()
             if way == "dcp":

@@ -9,14 +9,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import StateDict
 
 from fusedpg.optim._base import FusedOptimizer
-from fusedpg.optim.adam import Adam, AdamW
-from fusedpg.optim.sgd import SGD
+from fusedpg.optim.adam import AdamW
 
-_CLASSES: dict[type[torch.optim.Optimizer], type[FusedOptimizer]] = {
-    torch.optim.SGD: SGD,
-    torch.optim.Adam: Adam,
-    torch.optim.AdamW: AdamW,
-}
 _HOOKS = (
     "_optimizer_step_pre_hooks",
     "_optimizer_step_post_hooks",
@@ -27,7 +21,7 @@ _HOOKS = (
 )
 
 
-def fuse(
+def from_torch(
     optimizer: torch.optim.Optimizer,
     ddp: DistributedDataParallel | None = None,
     **options: Any,
@@ -46,10 +40,11 @@ def fuse(
     Raises:
         TypeError: for another class of optimizer.
     """
-    ours = _CLASSES.get(type(optimizer))
+    known = FusedOptimizer._of_torch
+    ours = known.get(type(optimizer))
     if ours is None:
-        names = ", ".join(f"torch.optim.{cls.__name__}" for cls in _CLASSES)
-        raise TypeError(f"fuse() takes {names}; got {type(optimizer).__name__}")
+        names = ", ".join(f"torch.optim.{cls.__name__}" for cls in known)
+        raise TypeError(f"from_torch() takes {names}; got {type(optimizer).__name__}")
     groups = [dict(group) for group in optimizer.param_groups]
     defaults = {
         key: value
@@ -68,4 +63,6 @@ def fuse(
 
 def _refuse_loading(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> None:
     # It would make new groups, and schedulers would no longer reach the fused optimizer.
-    raise RuntimeError("this optimizer was fused: load into what fusedpg.optim.fuse() returned")
+    raise RuntimeError(
+        "this optimizer was fused: load into what fusedpg.optim.from_torch() returned"
+    )

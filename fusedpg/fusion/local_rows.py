@@ -15,7 +15,7 @@ LONGEST = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True)
-class OwnRows(Transformation):
+class LocalRowReduction(Transformation):
     """A reduction over the last dimensions of a slice of whole rows is the rank's own.
 
     The node is the all_reduce that combines the ranks' reductions. What is computed from one number
@@ -127,4 +127,4 @@ class _OnRows(Moved):
         return self._operand(operand, shape, layout)
 
 
-__all__ = ["LONGEST", "OwnRows", "obstacle"]
+__all__ = ["LONGEST", "LocalRowReduction", "obstacle"]

@@ -23,7 +23,7 @@ from fusedpg.fusion import (
     FuseCollective,
     FuseCompute,
     IllegalTransformation,
-    OwnRows,
+    LocalRowReduction,
     Partial,
     Reorder,
     Split,
@@ -34,7 +34,7 @@ from fusedpg.fusion.schedule import cheapest
 from fuzz import functions
 from harness import Context, on_ranks
 
-FUSED = (Split(), Reorder(), OwnRows(), FuseCollective())
+FUSED = (Split(), Reorder(), LocalRowReduction(), FuseCollective())
 # The same numbers after an all_reduce: a function of rows on every rank.
 AFTER = (FuseCompute(),)
 
@@ -138,23 +138,23 @@ def traced(shape: tuple[int, ...], world_size: int, **more: Any) -> fusion.Progr
 def test_refused(shape: tuple[int, ...], world_size: int, reason: str) -> None:
     program = traced(shape, world_size)
     with pytest.raises(IllegalTransformation, match=reason) as raised:
-        OwnRows("rms_norm_mean_sum").apply(program)
+        LocalRowReduction("rms_norm_mean_sum").apply(program)
     assert "`rms_norm_mean_sum = all_reduce" in str(raised.value)
     with pytest.raises(IllegalTransformation, match="no reduction of slices of whole rows"):
-        OwnRows().apply(program)
+        LocalRowReduction().apply(program)
 
 
 def test_refused_for_other_nodes() -> None:
     program = traced((4, 64), 2)
     with pytest.raises(IllegalTransformation, match="it combines no reductions of slices"):
-        OwnRows("all_reduce").apply(program)
+        LocalRowReduction("all_reduce").apply(program)
     with pytest.raises(IllegalTransformation, match="it is about all_reduce"):
-        OwnRows("add").apply(program)
+        LocalRowReduction("add").apply(program)
     with pytest.raises(IllegalTransformation, match="one number for each row") as raised:
-        fusion.FuseCompute("rms_norm_mean_1", "rms_norm").apply(OwnRows().apply(program))
+        fusion.FuseCompute("rms_norm_mean_1", "rms_norm").apply(LocalRowReduction().apply(program))
     assert "`rms_norm_mean_1 = div" in str(raised.value)
     with pytest.raises(IllegalTransformation, match="fused groups are fixed"):
-        OwnRows().apply(fusion.FuseCompute().apply(program))
+        LocalRowReduction().apply(fusion.FuseCompute().apply(program))
 
     def several(x: Partial, m: fusion.Shard) -> Any:
         y = m + fusion.reduce_scatter(x)
@@ -170,14 +170,16 @@ def test_refused_for_other_nodes() -> None:
     refused = []
     for name in names:
         try:
-            OwnRows(name).apply(program)
+            LocalRowReduction(name).apply(program)
         except IllegalTransformation as error:
             refused.append(str(error))
     assert len(names) == 4 and len(refused) == 2
     assert "not over the last dimensions" in refused[0]
     assert "over all dimensions" in refused[1]
     with pytest.raises(IllegalTransformation, match="of other rows than others in the group"):
-        FuseCollective().apply(OwnRows().apply(fusedpg.fuse(two).program(given[0], world_size=2)))
+        FuseCollective().apply(
+            LocalRowReduction().apply(fusedpg.fuse(two).program(given[0], world_size=2))
+        )
 
 
 def test_what_comes_after_keeps_the_rows_apart() -> None:
@@ -188,7 +190,9 @@ def test_what_comes_after_keeps_the_rows_apart() -> None:
         s, t = y.sum(-1) * c, y.amax(-1) * 2
         return fusion.send(s), t + s, t
 
-    program = OwnRows().apply(fusedpg.fuse(sums).program(meta(4, 64), meta(4), world_size=2))
+    program = LocalRowReduction().apply(
+        fusedpg.fuse(sums).program(meta(4, 64), meta(4), world_size=2)
+    )
     names = [node.name for node in program.nodes if node.op == "all_gather"]
     assert len(names) == 2
     for transformation in (*map(fusion.Reorder, names), *map(fusion.AsShard, names)):
@@ -208,9 +212,9 @@ def test_what_comes_after_keeps_the_rows_apart() -> None:
         return y * scale + y.amax(-1, True) * scale
 
     moved = Reorder().apply(Split().apply(fusedpg.fuse(block).program(*given(), world_size=2)))
-    at_once, one = OwnRows().apply(moved), moved
+    at_once, one = LocalRowReduction().apply(moved), moved
     for name in [n.name for n in moved.nodes if n.op == "all_reduce"]:
-        one = OwnRows(name).apply(one)
+        one = LocalRowReduction(name).apply(one)
     assert one.bytes() == at_once.bytes()
     assert sum(n.op == "all_gather" for n in one.nodes) == 1
 
@@ -221,7 +225,7 @@ def given() -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_bytes_and_layouts() -> None:
     program = traced((4, 64), 2)
-    sliced = OwnRows().apply(fusion.AsShard().apply(program))
+    sliced = LocalRowReduction().apply(fusion.AsShard().apply(program))
     # As written the slices' sums are added over the ranks; then nobody is asked for them.
     assert fusion.AsShard().apply(program).bytes() - sliced.bytes() == 4 * 4
     text = str(sliced)
@@ -231,7 +235,7 @@ def test_bytes_and_layouts() -> None:
     def mean(x: Partial) -> Any:
         return fusion.reduce_scatter(x).mean(-1) * 2
 
-    gathered = OwnRows().apply(fusedpg.fuse(mean).program(meta(4, 64), world_size=2))
+    gathered = LocalRowReduction().apply(fusedpg.fuse(mean).program(meta(4, 64), world_size=2))
     # Half of what an all_reduce of a number a row sends.
     assert gathered.bytes() == (4 * 64 + 4) * 4 // 2
     assert "Replicate f32[4]" in str(gathered)
@@ -248,11 +252,11 @@ def test_cheapest_takes_them_where_they_are_worth_it() -> None:
 
     given = (meta(64, 64), meta(64))
     one = fusedpg.fuse(norm).schedule(*given, world_size=2)
-    assert OwnRows() in one.transformations and FuseCollective() in one.transformations
+    assert LocalRowReduction() in one.transformations and FuseCollective() in one.transformations
     # Gathering both results sends more than a norm on every rank: it pays on one host alone.
     program = fusedpg.fuse(both).program(*given, world_size=2)
-    assert OwnRows() in cheapest(program).transformations
-    assert OwnRows() not in cheapest(program, one_host=False).transformations
+    assert LocalRowReduction() in cheapest(program).transformations
+    assert LocalRowReduction() not in cheapest(program, one_host=False).transformations
 
 
 def test_results_of_long_rows_are_not_generated() -> None:
@@ -260,7 +264,7 @@ def test_results_of_long_rows_are_not_generated() -> None:
         y = fusion.all_reduce(x)
         return (y / y.sum(-1, keepdim=True)).double()
 
-    run = fusedpg.fuse(norm).scheduled(Split(), Reorder(), OwnRows(), FuseCollective())
+    run = fusedpg.fuse(norm).scheduled(Split(), Reorder(), LocalRowReduction(), FuseCollective())
     assert "kFolded" in run.generated(meta(2, 8192), world_size=2)
     assert "a row of more than 65536 bytes is not" in run.generated(meta(2, 8224), world_size=2)
 
@@ -383,7 +387,7 @@ def slices(context: Context) -> None:
             torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
             torch.testing.assert_close(eager, want, rtol=1e-12, atol=1e-12)
     assert ran
-    run = fused.scheduled(OwnRows(), FuseCollective())
+    run = fused.scheduled(LocalRowReduction(), FuseCollective())
     assert "extern" in run.generated(x[0], own, q, e), run.generated(x[0], own, q, e)
 
 
@@ -444,7 +448,7 @@ def test_dropout_of_one_number_a_row(context: Context) -> None:
     want = x * torch.where(keep, x.amax(-1, True) * 2, 0.0)
     seen = 0
     for schedule in masked.schedules(x, 9):
-        seen += "OwnRows" in schedule.title
+        seen += "LocalRowReduction" in schedule.title
         got = masked.scheduled(*schedule.transformations)(x, 9)
         torch.testing.assert_close(got, want)
     assert seen
@@ -476,7 +480,7 @@ def run_random(world_size: int, examples: int, check: Any, **drawn: Any) -> int:
 def random_program(context: Context, case: Case) -> int:
     """Schedules with rows of a rank's own, compiled and not; how many ran as generated code."""
     program = generated.Random(context, case)
-    found = [s for s in program.schedules("collective") if OwnRows() in s.transformations]
+    found = [s for s in program.schedules("collective") if LocalRowReduction() in s.transformations]
     ran = 0
     for schedule in found[:3]:
         text = compiled.generated(schedule.program)
@@ -503,8 +507,12 @@ def random_gradients(context: Context, case: Case) -> int:
     mine = gradients.own(context, values)
     fused = fusedpg.fuse(checks.compiled(case.text, checks.FUSED))
     derived = gradients.derivative(fused, mine, None)
-    backwards = [s for s in fusion.schedules(derived.program) if OwnRows() in s.transformations]
-    forwards = [s for s in fusion.schedules(derived.forward) if OwnRows() in s.transformations]
+    backwards = [
+        s for s in fusion.schedules(derived.program) if LocalRowReduction() in s.transformations
+    ]
+    forwards = [
+        s for s in fusion.schedules(derived.forward) if LocalRowReduction() in s.transformations
+    ]
     for forward, backward in [*((s, None) for s in forwards[-1:]), *((None, s) for s in backwards)]:
         run = fused.scheduled(
             *(forward.transformations if forward else ()),
