@@ -8,7 +8,6 @@ goes round, and an arm makes a few steps in each of its turns.
 from __future__ import annotations
 
 import argparse
-import copy
 import multiprocessing
 import resource
 import tempfile
@@ -24,10 +23,9 @@ import _harness as harness
 import _training as arms
 from _harness import Bar, Context, Row
 from _training import ARMS, NO_SYNC
-from _words import KEPT
+from _words import BEST, KEPT
 
 STEPS = 3  # in one turn, after one that brings caches back
-BEST = "best of f, g"
 
 
 def bars() -> list[Bar]:
@@ -63,12 +61,8 @@ def run(
             mine.backends = [ARMS[name.removesuffix(KEPT)].backend]
             waiting.append(pool.submit(_one_arm, mine))
         rows = [row for arm in waiting for row in arm.result()]
-    for kept in ("", KEPT):
-        ours = [row for row in rows if row.arm in ("f" + kept, "g" + kept)]
-        if ours:
-            best = copy.copy(min(ours, key=lambda row: row.median))
-            best.arm = BEST + kept
-            rows.append(best)
+    for kept in (False, True):
+        rows += arms.best([row for row in rows if row.arm.endswith(KEPT) == kept])
     for row in rows:
         faults, cpu = row.more["faults"], row.more["cpu"]
         print(f"{row.arm}: {faults:.0f} faults and {1e3 * cpu:.0f} ms of CPU a step")
@@ -77,15 +71,15 @@ def run(
 
 def _one_arm(args: argparse.Namespace) -> list[Any]:
     try:
-        return harness.run(_worker, args)
+        return harness.run(_measure, args, [args.arm])
     except BaseException:
         args.failed.set()
         raise
 
 
-def _worker(context: Context, args: argparse.Namespace) -> list[Row]:
-    arm = args.arm.removesuffix(KEPT)
-    if arm != args.arm:
+def _measure(context: Context, args: argparse.Namespace, name: str) -> list[Row]:
+    arm = name.removesuffix(KEPT)
+    if arm != name:
         import fusedpg
 
         harness.require(fusedpg.keep_freed_memory(), "this malloc is not glibc's")
@@ -121,7 +115,7 @@ def _worker(context: Context, args: argparse.Namespace) -> list[Row]:
     faults, cpu = (cost / (context.world_size * len(samples))).tolist()
     size = arms.parameter_bytes(args.model)
     # What a step costs one rank, on average: minor page faults and seconds of CPU time.
-    return [Row.of(args.model, size, args.arm, samples, more={"faults": faults, "cpu": cpu})]
+    return [Row.of(args.model, size, name, samples, more={"faults": faults, "cpu": cpu})]
 
 
 def _cost() -> torch.Tensor:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -90,12 +89,11 @@ def measure(arms: Arms, *, case: str, size: int, rounds: int) -> list[Row]:
         for name in order:
             samples[name].append(seconds(graphs[name].replay) / batch[name])
         order.append(order.pop(0))
-    rows = []
-    for name, values in samples.items():
-        p25, median, p75 = statistics.quantiles(values, n=4, method="inclusive")
-        # One process that has the GPU to itself: no second mode to look for.
-        rows.append(Row(case, size, name, median, p25, p75, median, batch[name], rounds))
-    return rows
+    # One process that has the GPU to itself: no second mode to look for.
+    return [
+        Row.of(case, size, name, values, modes=False, calls=batch[name])
+        for name, values in samples.items()
+    ]
 
 
 def copy_arm(moved: int) -> Callable[[], object]:

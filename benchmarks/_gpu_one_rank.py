@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -274,12 +273,11 @@ def measure(s: State, size: int, tensors: int, rounds: int) -> list[Row]:
         order.append(order.pop(0))
         if number >= 3 and time.monotonic() - began > ENOUGH:
             break
-    rows = []
-    for name, values in samples.items():
-        p25, median, p75 = statistics.quantiles(values, n=4, method="inclusive")
-        row = Row(case_of(tensors), size, name, median, p25, p75, median, batch, len(values))
-        rows.append(row)
-    return rows
+    case = case_of(tensors)
+    return [
+        Row.of(case, size, name, values, modes=False, calls=batch)
+        for name, values in samples.items()
+    ]
 
 
 def run(args: argparse.Namespace) -> list[Row]:

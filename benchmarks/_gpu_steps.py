@@ -19,6 +19,7 @@ from torch import Tensor
 
 import _gpu_table as table
 import _harness as harness
+from _gpu_kernels import DEVICE, randn
 from _harness import COPY, Bar, Context, Row
 
 FUSED = "fused_adamw_"
@@ -31,7 +32,6 @@ CHECKED_STEPS = 3
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
 TYPES = {"step fp32": torch.float32, "step bf16 + master": torch.bfloat16}
 M = 1 << 20
-DEVICE = torch.device("cuda", 0)
 
 
 def bars() -> list[Bar]:
@@ -54,11 +54,6 @@ def environment(rank: int) -> None:
         "NCCL_NVLS_ENABLE": "0",
         "NCCL_MNNVL_ENABLE": "0",
     }
-
-
-def randn(seed: int, numel: int, dtype: torch.dtype) -> Tensor:
-    generator = torch.Generator(DEVICE).manual_seed(seed)
-    return torch.randn(numel, generator=generator, device=DEVICE).to(dtype)
 
 
 def gradient(numel: int, step: int, rank: int, dtype: torch.dtype) -> Tensor:
@@ -262,27 +257,27 @@ def add_ring(context: Context) -> bool:
     return True
 
 
-def worker(context: Context, args: argparse.Namespace) -> list[Row]:
+def kinds(context: Context) -> dict[str, type[Arm]]:
+    """The arms, once this rank is ready for them."""
     environment(context.rank)
     torch.cuda.set_device(DEVICE)
-    ring = context.world_size > 1 and add_ring(context)
-    kinds = ARMS | ({RING: Ring} if ring else {})
-    rows = []
-    cases = [(case, size) for case in TYPES for size in args.sizes]
-    for case, size in harness.progress(
-        context, cases, lambda c: f"{c[0]} {harness.format_size(c[1])}"
-    ):
-        dtype = TYPES[case]
-        numel = size // dtype.itemsize
-        made = {name: kind(numel, dtype, context) for name, kind in kinds.items()}
-        # What is compared moves the same.
-        moved = {(a.params.dtype, a.params.nbytes, a.grads.nbytes) for a in made.values()}
-        harness.require(moved == {(dtype, size, size)}, f"arms differ: {moved}")
-        want = reference(numel, dtype, context.world_size)
-        arms: dict[str, Callable[[], object]] = {COPY: copy_arm(size)}
-        arms.update((name, arm.checked(want)) for name, arm in made.items())
-        del want
-        rows += harness.measure(context, arms, case=case, size=size, rounds=args.rounds)
-        del arms, made
-        torch.cuda.empty_cache()
+    return ARMS | ({RING: Ring} if context.world_size > 1 and add_ring(context) else {})
+
+
+def measure(context: Context, args: argparse.Namespace, of: tuple[str, int]) -> list[Row]:
+    case, size = of
+    made_of = context.once(kinds)
+    dtype = TYPES[case]
+    numel = size // dtype.itemsize
+    made = {name: kind(numel, dtype, context) for name, kind in made_of.items()}
+    # What is compared moves the same.
+    moved = {(a.params.dtype, a.params.nbytes, a.grads.nbytes) for a in made.values()}
+    harness.require(moved == {(dtype, size, size)}, f"arms differ: {moved}")
+    want = reference(numel, dtype, context.world_size)
+    arms: dict[str, Callable[[], object]] = {COPY: copy_arm(size)}
+    arms.update((name, arm.checked(want)) for name, arm in made.items())
+    del want
+    rows = harness.measure(context, arms, case=case, size=size, rounds=args.rounds)
+    del arms, made
+    torch.cuda.empty_cache()
     return rows

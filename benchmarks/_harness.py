@@ -1,5 +1,8 @@
 """What the benchmarks share: processes, groups, interleaved timing, statistics, tables, bars.
 
+A benchmark is cases, which are data, and a function that measures one of them on a rank. `run` has
+it called by ranks of this machine, of mpirun, or of hosts that are network namespaces.
+
 An operation's time is the *wall*: the last rank's end minus the first rank's start, on the
 monotonic clock that all processes of one machine share. (Medians per rank mislead when ranks
 outnumber cores: a rank that starts late finds the work done.) The arms of a comparison run in
@@ -14,26 +17,31 @@ Our own time is always the median of all samples.
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
+import contextlib
 import ctypes
 import datetime
+import functools
 import hashlib
 import json
 import math
 import multiprocessing
 import multiprocessing.connection
 import os
+import pickle
 import platform
 import random
 import shlex
 import statistics
 import sys
+import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 # One thread a rank; before torch, which reads the first when it is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -103,7 +111,7 @@ class Clock:
         return (max(ends) - min(starts)) / calls * 1e-9
 
 
-@dataclass
+@dataclass(eq=False)
 class Context:
     """One rank's view of a benchmark: its place, its groups by backend, the clock."""
 
@@ -111,37 +119,153 @@ class Context:
     world_size: int
     clock: Clock
     groups: dict[str, dist.ProcessGroup]
+    made: dict[Any, Any] = field(default_factory=dict)
+
+    def once(self, make: Callable[..., Any], *arguments: Any) -> Any:
+        """`make(self, *arguments)`, which all cases share.
+
+        It ends before the groups do: Python cannot exit while one of Gloo's is left.
+        """
+        key = make, arguments
+        if key not in self.made:
+            self.made[key] = make(self, *arguments)
+        return self.made[key]
 
 
-Case = TypeVar("Case")
-Worker = Callable[[Context, argparse.Namespace], "list[Row] | None"]
+Measure = Callable[[Context, argparse.Namespace, Any], "list[Row]"]
+FOLDER = "FUSEDPG_BENCH_FOLDER"  # where ranks that a launcher has started find their job
 
 
-def run(worker: Worker, args: argparse.Namespace, *, each_a_host: bool = False) -> list[Row]:
-    """Run `worker` on args.world_size processes; rank 0's rows. Exits non-zero if a rank fails.
+@dataclass(frozen=True)
+class Hosts:
+    """Hosts with so many ranks each, whose links have a rate, as `tc` writes it; None: no limit.
 
-    With ``each_a_host`` every rank takes itself for that of a host of its own; there may be many,
-    so they are forks of this process and share the memory of what it has imported.
+    They are network namespaces; a single one is this machine.
     """
-    if _mpi.is_rank():
-        _mpi.be_rank(worker, args, _rank_main)
+
+    count: int
+    ranks: int = 1
+    rate: str | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the ranks of a run do: they measure case after case."""
+
+    measure: Measure
+    args: argparse.Namespace
+    cases: Sequence[Any]
+    titles: Sequence[str]
+
+    def work(self, context: Context, send: Callable[[list[Row]], object]) -> None:
+        """One rank's part; rank 0 sends the rows of each case."""
+        for case in self.cases:
+            rows = self.measure(context, self.args, case)
+            if context.rank == 0:
+                send(rows)
+        context.made.clear()
+        context.clock.barrier()
+
+    def bar(self, done: Callable[[], int | None]) -> None:
+        """Shows how many cases are done, until that is None."""
+        from tqdm import tqdm
+
+        tqdm.set_lock(threading.RLock())  # its own one leaks a semaphore where a rank is killed
+        # Runs beside each other, in threads, would write over each other's bars.
+        quiet = threading.current_thread() is not threading.main_thread()
+        with tqdm(total=len(self.cases), unit="case", ncols=90, disable=quiet) as bar:
+            bar.set_description(self.titles[0])
+            while (count := done()) is not None:
+                if count > bar.n:
+                    bar.update(count - bar.n)
+                    bar.set_description(self.titles[min(count, len(self.cases) - 1)])
+
+
+def run(
+    measure: Measure,
+    args: argparse.Namespace,
+    cases: Sequence[Any],
+    *,
+    title: Callable[[Any], str] = str,
+    hosts: Hosts | None = None,
+    each_a_host: bool = False,
+) -> list[Row]:
+    """The rows of all cases, each measured by args.world_size processes, or by the ranks on hosts.
+
+    Exits non-zero if a rank fails, and with 2 where there can be no hosts. With ``each_a_host``
+    every rank takes itself for that of a host of its own; there may be many, so they are forks of
+    this process and share the memory of what it has imported.
+    """
+    import _hosts
+
+    if FOLDER in os.environ:
+        folder = Path(os.environ[FOLDER])
+        file = folder / "rows"
+
+        def send(rows: list[Row]) -> None:
+            with file.open("a") as lines:
+                lines.write(json.dumps([asdict(row) for row in rows]) + "\n")
+
+        be_rank = _mpi.be_rank if _mpi.is_rank() else _hosts.be_rank
+        be_rank(pickle.loads((folder / "job").read_bytes()), send)
         sys.exit()
+    if not cases:
+        return []
+    job = Job(measure, args, cases, [title(case) for case in cases])
+    if hosts is not None:
+        return _hosts.launch(job, hosts)
     if "mpi" in args.backends:
         reason = _mpi.why_not()
         if reason is None:
-            return _mpi.launch(args)
+            return _mpi.launch(job)
         print(f"mpi skipped: {reason}", file=sys.stderr)
+    return _run_here(job, each_a_host)
+
+
+def launched(
+    job: Job,
+    start: Callable[[list[str], dict[str, str]], object],
+    within: contextlib.AbstractContextManager[Any] | None = None,
+) -> list[Row]:
+    """The rows of this program's ranks, which `start` starts as a command with an environment.
+
+    `within` ends before `start` is waited for, so that what it ends cannot be waited for in vain.
+    """
+    with (
+        tempfile.TemporaryDirectory(dir="/dev/shm") as name,
+        concurrent.futures.ThreadPoolExecutor(1) as pool,
+        within or contextlib.nullcontext(),
+    ):
+        file = Path(name) / "rows"
+        file.touch()
+        (Path(name) / "job").write_bytes(pickle.dumps(job))
+        program = [str(Path(sys.argv[0]).resolve()), *sys.argv[1:]]
+        running = pool.submit(start, program, {FOLDER: name})
+
+        def done() -> int | None:
+            going = concurrent.futures.wait([running], timeout=0.5).not_done
+            return file.read_text().count("\n") if going else None
+
+        job.bar(done)
+        running.result()
+        lines = file.read_text().splitlines()
+        return [Row(**row) for line in lines for row in json.loads(line)]
+
+
+def _run_here(job: Job, each_a_host: bool) -> list[Row]:
+    """On processes that this one starts itself."""
+    world_size = job.args.world_size
     mp: Any = multiprocessing.get_context("fork" if each_a_host else "spawn")
-    cells = mp.RawArray(ctypes.c_int64, 3 * args.world_size)
+    cells = mp.RawArray(ctypes.c_int64, 3 * world_size)
     port = mp.RawArray(ctypes.c_int, 1)
     receiver, sender = mp.Pipe(duplex=False)
     processes = [
         mp.Process(
-            target=_rank_main,
-            args=(worker, args, rank, cells, port, sender),
+            target=rank_main,
+            args=(job, rank, cells, port, sender.send),
             kwargs={"host": f"host {rank}" if each_a_host else ""},
         )
-        for rank in range(args.world_size)
+        for rank in range(world_size)
     ]
     for process in processes:
         process.start()
@@ -150,60 +274,56 @@ def run(worker: Worker, args: argparse.Namespace, *, each_a_host: bool = False) 
     # thread begins when all ranks are there, as a fork may not hold what another thread locked.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port[0] = store.port
-    rows: list[Row] | None = None
+    found: list[list[Row]] = []
+    alive: dict[Any, Any] = {process.sentinel: process for process in processes}
+    watched: list[Any] = [receiver, *alive]
+
+    def done() -> int | None:
+        for ready in multiprocessing.connection.wait(watched) if watched else ():
+            if ready is receiver:
+                try:
+                    found.append(receiver.recv())
+                except EOFError:
+                    watched.remove(receiver)
+                continue
+            watched.remove(ready)
+            process = alive.pop(ready)
+            process.join()
+            if process.exitcode != 0:
+                sys.exit(f"a rank failed with exit code {process.exitcode}")
+        return len(found) if watched else None
+
     try:
-        alive: dict[Any, Any] = {process.sentinel: process for process in processes}
-        watched: list[Any] = [receiver, *alive]
-        while alive:
-            for ready in multiprocessing.connection.wait(watched):
-                watched.remove(ready)
-                if ready is receiver:
-                    rows = _receive(receiver)
-                    continue
-                process = alive.pop(ready)
-                process.join()
-                if process.exitcode != 0:
-                    sys.exit(f"a rank failed with exit code {process.exitcode}")
+        job.bar(done)
     finally:
         for process in processes:
             process.kill()
             process.join()
-    if rows is None:
+    if len(found) < len(job.cases):
         sys.exit("rank 0 ended with no result")
-    return rows
+    return [row for rows in found for row in rows]
 
 
-def _receive(receiver: multiprocessing.connection.Connection) -> list[Row] | None:
-    try:
-        rows: list[Row] = receiver.recv()
-    except EOFError:
-        return None
-    return rows
-
-
-def _rank_main(
-    worker: Worker,
-    args: argparse.Namespace,
+def rank_main(
+    job: Job,
     rank: int,
     cells: Any,
     port: Any,
-    sender: multiprocessing.connection.Connection,
+    send: Callable[[list[Row]], object],
     *,
     host: str = "",
 ) -> None:
+    """The whole life of a rank whose clock is in `cells`."""
     try:
         while not port[0]:
             time.sleep(1e-3)
         if host:
             os.environ["FUSEDPG_HOST_ID"] = host
         torch.set_num_threads(1)
-        groups = _make_groups(args.backends, rank, args.world_size, port[0])
-        context = Context(rank, args.world_size, Clock(rank, args.world_size, cells), groups)
-        rows = worker(context, args)
-        context.clock.barrier()
+        world_size = job.args.world_size
+        groups = _make_groups(job.args.backends, rank, world_size, port[0])
+        job.work(Context(rank, world_size, Clock(rank, world_size, cells), groups), send)
         dist.destroy_process_group()
-        if rank == 0:
-            sender.send(rows)
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
@@ -229,6 +349,16 @@ def _make_groups(
     return groups
 
 
+@functools.cache
+def fake_group() -> dist.ProcessGroup:
+    """A group of torch's backend that communicates nothing."""
+    # It is registered where it is imported.
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401
+
+    return dist.new_group(backend="fake")
+
+
+@functools.cache
 def load_deepspeed(rank: int, world_size: int) -> Callable[[Tensor], object] | None:
     """DeepSpeed's shared-memory all-reduce, or None (with one line on rank 0) without it."""
     os.environ["LOCAL_SIZE"] = str(world_size)
@@ -268,12 +398,22 @@ class Row:
     more: dict[str, Any] = field(default_factory=dict)  # what else a benchmark notes, by name
 
     @classmethod
-    def of(cls, case: str, size: int, arm: str, samples: Sequence[float], **others: Any) -> Row:
-        """The quartiles of samples; one alone is all of them."""
+    def of(
+        cls,
+        case: str,
+        size: int,
+        arm: str,
+        samples: Sequence[float],
+        *,
+        modes: bool = True,
+        **others: Any,
+    ) -> Row:
+        """The quartiles of samples; one alone is all of them. `modes`: they may have two."""
         some = [*samples] * (2 if len(samples) == 1 else 1)
         p25, median, p75 = statistics.quantiles(some, n=4, method="inclusive")
         given = {"calls": 1, "samples": len(samples), **others}
-        return cls(case, size, arm, median, p25, p75, fast_mode(samples), **given)
+        fast = fast_mode(samples) if modes else median
+        return cls(case, size, arm, median, p25, p75, fast, **given)
 
     @property
     def iqr(self) -> float:
@@ -343,23 +483,18 @@ def measure(
     ]
 
 
-def progress(
-    context: Context, cases: Sequence[Case], title: Callable[[Case], str]
-) -> Iterator[Case]:
-    """The cases, with a bar on rank 0."""
-    from tqdm import tqdm
-
-    tqdm.set_lock(threading.RLock())  # its own one leaks a semaphore where a rank is killed
-    with tqdm(cases, unit="case", disable=context.rank != 0, ncols=90) as bar:
-        for case in bar:
-            bar.set_description(title(case))
-            yield case
-
-
 def copy_arm(size: int) -> Callable[[], object]:
     """A plain copy of `size` bytes between two buffers of this rank."""
     source, target = torch.ones(size // 4), torch.ones(size // 4)
     return lambda: target.copy_(source)
+
+
+def alone(context: Context, threads: int, call: Callable[[], object]) -> None:
+    """A call on rank 0, with so many threads, while the others wait."""
+    if context.rank == 0:
+        torch.set_num_threads(threads)
+        call()
+        torch.set_num_threads(1)
 
 
 class Incorrect(Exception):
@@ -421,25 +556,21 @@ def judge(bar: Bar, row: Row, peer: Row) -> tuple[float, bool]:
 
 def print_bars(rows: Sequence[Row], bars: Sequence[Bar], world_size: int) -> None:
     """Which bars are met. Timing on a shared machine is noise, so nothing fails by it."""
-    from rich.table import Table
-
-    table = Table("work", "size", "arm", "against", "bar", "measured", "", title="Bars")
-    met = total = 0
+    lines = []
+    met = 0
     for bar in bars:
         row, peer = (find(rows, bar.case, bar.size, arm) for arm in (bar.arm, bar.peer))
         if bar.world_size != world_size or row is None or peer is None:
             continue
         measured, good = judge(bar, row, peer)
         limit, sign = (bar.at_most, "<=") if bar.at_least is None else (bar.at_least, ">=")
-        met, total = met + good, total + 1
+        met += good
         verdict = "[green]met" if good else "[red]missed"
-        table.add_row(
-            words.case(bar.case), format_size(bar.size), arm_title(bar.arm), arm_title(bar.peer),
-            f"{sign} {limit:g}x", f"{measured:.2f}x", verdict,
-        )  # fmt: skip
-    if total:
-        _console().print(table)
-    print(f"{met} of {total} bars met at world size {world_size}")
+        wanted = f"{sign} {limit:g}x"
+        lines.append([*work_of(bar), arm_title(bar.peer), wanted, f"{measured:.2f}x", verdict])
+    if lines:
+        show("Bars", [*WORK, "against", "bar", "measured", ""], [], lines, wrap=True)
+    print(f"{met} of {len(lines)} bars met at world size {world_size}")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -458,6 +589,19 @@ def parse_size(text: str) -> int:
     return size
 
 
+def parse_sizes(text: str) -> list[int]:
+    """`64K,1M`."""
+    return [parse_size(part.strip()) for part in text.split(",")]
+
+
+def parse_shares(text: str) -> list[float]:
+    """`1,.1,.01`: densities."""
+    shares = [float(part) for part in text.split(",")]
+    if not all(0 < share <= 1 for share in shares):
+        raise argparse.ArgumentTypeError("shares above 0, 1 at most")
+    return shares
+
+
 def format_size(size: int) -> str:
     for power, unit in ((30, "G"), (20, "M"), (10, "K")):
         if size >= 1 << power:
@@ -465,27 +609,46 @@ def format_size(size: int) -> str:
     return f"{size} B"
 
 
-def _comma_list(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    return lambda text: [kind(part.strip()) for part in text.split(",") if part.strip()]
+def _comma_list(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def parser(
-    description: str | None, *, backends: str, sizes: str | None, rounds: int
-) -> argparse.ArgumentParser:
+class Parser(argparse.ArgumentParser):
     """The options that all benchmarks share."""
-    result = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    result.add_argument("--backends", type=_comma_list(str), default=backends)
-    result.add_argument("--world-size", type=int, default=2)
-    result.add_argument("--rounds", type=int, default=rounds, help="samples of each arm")
-    if sizes is not None:
-        result.add_argument("--sizes", type=_comma_list(parse_size), default=sizes)
-    result.add_argument("--check-bars", action="store_true", help="print which bars are met")
-    result.add_argument("--plot", nargs="?", type=Path, help="PNG (default: build/figures)")
-    result.add_argument("--json", nargs="?", type=Path, help="JSON (default: benchmarks/results)")
-    result.add_argument("--no-save", action="store_true", help="write neither")
-    return result
+
+    def __init__(
+        self,
+        description: str | None,
+        *,
+        backends: str = "fused,gloo",
+        sizes: str | None = None,
+        rounds: int,
+    ) -> None:
+        super().__init__(
+            description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        flag = self.add_argument
+        flag("--backends", type=_comma_list, default=backends)
+        flag("--world-size", type=int, default=2)
+        flag("--rounds", type=int, default=rounds, help="samples of each arm")
+        if sizes is not None:
+            flag("--sizes", type=parse_sizes, default=sizes)
+        flag("--check-bars", action="store_true", help="print which bars are met")
+        flag("--plot", nargs="?", type=Path, help="PNG (default: build/figures)")
+        flag("--json", nargs="?", type=Path, help="JSON (default: benchmarks/results)")
+        flag("--no-save", action="store_true", help="write neither")
+
+    def names(self, flag: str, known: Iterable[str], **more: Any) -> None:
+        """An option that takes some of `known`, by comma; by default all of them."""
+
+        def some(text: str) -> list[str]:
+            names = _comma_list(text)
+            if unknown := set(names) - set(known):
+                what = ", ".join(sorted(unknown))
+                raise argparse.ArgumentTypeError(f"{what}: choose from {', '.join(known)}")
+            return names
+
+        self.add_argument(flag, type=some, **{"default": ",".join(known), **more})
 
 
 def finish(
@@ -496,8 +659,8 @@ def finish(
     limit: str = COPY,
     bars: Sequence[Bar] = (),
     facts: Mapping[str, Any] | None = None,
-) -> None:
-    """Table, JSON, PNG, bars."""
+) -> int:
+    """Table, JSON, PNG, bars; the program's exit status."""
     import _plots
 
     peer = next((b for b in args.backends if b not in ("fused", *PEERS_OF_THEIR_OWN)), "gloo")
@@ -512,12 +675,45 @@ def finish(
             print(f"saved {os.path.relpath(plot.with_stem(stem))}")
     if args.check_bars:
         print_bars(rows, bars, args.world_size)
+    return 0
 
 
-def _console() -> Any:
+def show(
+    title: str,
+    texts: Sequence[str],
+    figures: Sequence[str],
+    lines: Iterable[Sequence[str] | None],
+    *,
+    wrap: bool = False,
+) -> None:
+    """Prints a table whose columns are texts, then figures; a line of None begins a section."""
     from rich.console import Console
+    from rich.table import Table
 
-    return Console(width=None if sys.stdout.isatty() else 140)  # a file has no width of its own
+    table = Table(title=title)
+    for columns, justify in ((texts, "left"), (figures, "right")):
+        for column in columns:
+            table.add_column(column, justify=justify, no_wrap=not wrap)  # type: ignore[arg-type]
+    for line in lines:
+        if line is None:
+            table.add_section()
+        else:
+            table.add_row(*line)
+    # A file has no width of its own.
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
+
+
+def markdown(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    table = [head, ["---"] * len(head), *lines]
+    return "\n".join("| " + " | ".join(line) + " |" for line in table)
+
+
+def work_of(row: Row | Bar) -> tuple[str, str, str]:
+    """Case, size and arm as tables show them."""
+    return words.case(row.case), format_size(row.size), arm_title(row.arm)
+
+
+WORK = ("work", "size", "arm")
 
 
 def peer_row(rows: Sequence[Row], row: Row, peer: str) -> Row | None:
@@ -534,31 +730,26 @@ def arm_title(name: str) -> str:
 
 
 def print_table(rows: Sequence[Row], *, peer: str, limit: str, title: str) -> None:
-    from rich.table import Table
-
     bandwidth = any(row.bus_factor is not None for row in rows)
-    table = Table(title=title)
-    for column in ("work", "size", "arm"):
-        table.add_column(column, no_wrap=True)
-    rates = ("alg GB/s", "bus GB/s") if bandwidth else ("per s",)
-    for column in ("median ms", "IQR ms", "p25 ms", *rates, f"x {peer}", f"/ {limit}"):
-        table.add_column(column, justify="right", no_wrap=True)
+    lines: list[list[str] | None] = []
     for before, row in zip([None, *rows], rows, strict=False):
         if before is not None and (before.case, before.size) != (row.case, row.size):
-            table.add_section()
+            lines.append(None)
         against, bound = peer_row(rows, row, peer), find(rows, row.case, row.size, limit)
         rate = row.algorithm_bandwidth * 1e-9
         bus = f"{rate * row.bus_factor:.2f}" if row.bus_factor and row.arm != limit else ""
-        table.add_row(
-            words.case(row.case),
-            format_size(row.size),
-            arm_title(row.arm),
-            *(f"{1e3 * t:.4g}" for t in (row.median, row.iqr, row.p25)),
-            *((f"{rate:.2f}", bus) if bandwidth else (f"{1 / row.median:.4g}",)),
-            f"{ratio_to_peer(row, against):.2f}" if against and row.arm != limit else "",
-            f"{ratio_to_limit(row, bound):.2f}" if bound else "",
+        lines.append(
+            [
+                *work_of(row),
+                *(f"{1e3 * t:.4g}" for t in (row.median, row.iqr, row.p25)),
+                *((f"{rate:.2f}", bus) if bandwidth else (f"{1 / row.median:.4g}",)),
+                f"{ratio_to_peer(row, against):.2f}" if against and row.arm != limit else "",
+                f"{ratio_to_limit(row, bound):.2f}" if bound else "",
+            ]
         )
-    _console().print(table)
+    rates = ("alg GB/s", "bus GB/s") if bandwidth else ("per s",)
+    figures = ["median ms", "IQR ms", "p25 ms", *rates, f"x {peer}", f"/ {limit}"]
+    show(title, WORK, figures, lines)
 
 
 def about() -> dict[str, Any]:

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
-import json
 import math
 import os
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import _harness as harness
-from _harness import Clock, Context, Row
+from _harness import Clock, Context, Hosts, Job, Row
 
 TIMEOUT = 1800.0  # seconds
 SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
@@ -29,76 +26,49 @@ RECEIVED = SENT.with_name("rx_bytes")
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hosts", type=int, help="2 to 8, with one rank each")
     parser.add_argument("--rate", default="1gbit", help="of each host's link, as `tc` writes it")
-    add_worker_option(parser)
 
 
-def add_worker_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # a rank on a host
+def chosen(args: argparse.Namespace) -> Hosts | None:
+    """By these options."""
+    return Hosts(args.hosts, 1, args.rate) if args.hosts else None
 
 
-def run(args: argparse.Namespace, cases: int) -> list[Row] | None:
-    """This program on each host, as a worker; what rank 0 reports. None, and why: no hosts."""
-    return run_layout(args.hosts, 1, args.rate, cases)
-
-
-def run_layout(
-    count: int,
-    ranks: int,
-    rate: str | None,
-    cases: int,
-    options: Sequence[str] = (),
-) -> list[Row] | None:
-    """The same with some ranks on each host, and more options for the workers."""
-    from tqdm import tqdm
-
+def namespaces() -> Any:
+    """tests/python/hosts.py."""
     sys.path.append(str(Path(__file__).resolve().parent.parent / "tests/python"))
     import hosts
 
-    reason = hosts.why_not()
+    return hosts
+
+
+def launch(job: Job, where: Hosts) -> list[Row]:
+    """The job on hosts. Exits with 2 where there can be none."""
+    if where.count == 1:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        launcher.append(f"--nproc-per-node={where.ranks}")
+
+        def start(program: list[str], env: dict[str, str]) -> None:
+            command = [*launcher, *program]
+            subprocess.run(command, env={**os.environ, **env}, check=True, timeout=TIMEOUT)
+
+        return harness.launched(job, start)
+    reason = namespaces().why_not()
     if reason is not None:
         print(f"no hosts: {reason}", file=sys.stderr)
-        return None
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "rows"
-        path.touch()
-        program = [str(Path(sys.argv[0]).resolve()), *sys.argv[1:], *options]
-        program += ["--worker", str(path)]
-        with (
-            concurrent.futures.ThreadPoolExecutor(1) as pool,
-            hosts.Hosts(count, rate) as made,  # ends first, and its processes with it
-            tqdm(
-                total=cases, unit="case", ncols=90, desc=f"{count} x {ranks}, {rate or 'unlimited'}"
-            ) as bar,
-        ):
-            running = pool.submit(made.run, program, ranks=ranks, timeout=TIMEOUT)
-            while concurrent.futures.wait([running], timeout=0.5).not_done:
-                bar.update(path.read_text().count("\n") - bar.n)
-            running.result()
-            lines = path.read_text().splitlines()
-            bar.update(len(lines) - bar.n)
-        return [Row(**one) for line in lines for one in json.loads(line)]
-
-
-def run_alone(ranks: int, options: Sequence[str] = ()) -> list[Row]:
-    """The same on this machine as one host, without namespaces."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "rows"
-        path.touch()
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        launcher += [f"--nproc-per-node={ranks}", str(Path(sys.argv[0]).resolve())]
-        launcher += [*sys.argv[1:], *options, "--worker", str(path)]
-        subprocess.run(launcher, check=True, timeout=TIMEOUT)
-        return [Row(**one) for line in path.read_text().splitlines() for one in json.loads(line)]
+        sys.exit(2)
+    made = namespaces().Hosts(where.count, where.rate)
+    return harness.launched(
+        job,
+        lambda program, env: made.run(program, ranks=where.ranks, env=env, timeout=TIMEOUT),
+        within=made,
+    )
 
 
 def link(rate: str) -> dict[str, float]:
     """Bits a second, and the bytes that a link lets through at once."""
-    sys.path.append(str(Path(__file__).resolve().parent.parent / "tests/python"))
-    import hosts
-
     units = {"gbit": 1e9, "mbit": 1e6}
     bits = float(rate[:-4]) * units[rate[-4:]]
-    burst = hosts.burst(rate)
+    burst = namespaces().burst(rate)
     return {"rate": bits, "burst": float(burst[:-2]) * (1 << {"kb": 10, "mb": 20}[burst[-2:]])}
 
 
@@ -115,8 +85,8 @@ def take_own_cores() -> None:
         os.sched_setaffinity(0, cores[host * share : (host + 1) * share])
 
 
-def worker(args: argparse.Namespace, measure: Callable[[Context], Iterable[Sequence[Row]]]) -> None:
-    """One rank that torchrun started; rank 0 reports the rows of each case."""
+def be_rank(job: Job, send: Callable[[list[Row]], object]) -> None:
+    """The whole life of a rank that torchrun started."""
     torch.set_num_threads(1)
     take_own_cores()
     import fusedpg  # noqa: F401  (registers the backend)
@@ -126,12 +96,7 @@ def worker(args: argparse.Namespace, measure: Callable[[Context], Iterable[Seque
     assert world is not None
     gloo = dist.new_group(backend="gloo", timeout=harness.TIMEOUT)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    context = Context(rank, world_size, GroupClock(gloo), {"fused": world, "gloo": gloo})
-    for rows in measure(context):
-        if rank == 0:
-            with args.worker.open("a") as file:
-                file.write(json.dumps([asdict(row) for row in rows]) + "\n")
-    dist.barrier(group=gloo)
+    job.work(Context(rank, world_size, GroupClock(gloo), {"fused": world, "gloo": gloo}), send)
     dist.destroy_process_group()
 
 

@@ -7,16 +7,13 @@ cores, as the ranks that the harness starts itself.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import importlib.util
 import mmap
 import os
-import pickle
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,9 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from _harness import Row, Worker
+    from _harness import Job, Row
 
-FOLDER, PORT = "FUSEDPG_BENCH_MPI_FOLDER", "FUSEDPG_BENCH_MPI_PORT"
+PORT = "FUSEDPG_BENCH_MPI_PORT"
 
 
 def why_not() -> str | None:
@@ -45,55 +42,44 @@ def mpirun() -> str | None:
 
 
 def is_rank() -> bool:
-    return FOLDER in os.environ
+    return PORT in os.environ
 
 
-def launch(args: argparse.Namespace) -> list[Row]:
-    """This program under mpirun; what rank 0 reports. Exits non-zero if a rank fails."""
+def launch(job: Job) -> list[Row]:
+    """The job under mpirun. Exits non-zero if a rank fails."""
+    import _harness as harness
+
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        Path(folder, "cells").write_bytes(bytes(8 * 3 * args.world_size))
-        options = ["-n", str(args.world_size), "--bind-to", "none", "--map-by", ":OVERSUBSCRIBE"]
+    ranks = ["-n", str(job.args.world_size)]
+
+    def start(program: list[str], env: dict[str, str]) -> None:
+        cells = Path(env[harness.FOLDER], "cells")
+        cells.write_bytes(bytes(8 * 3 * job.args.world_size))
+        options = [*ranks, "--bind-to", "none", "--map-by", ":OVERSUBSCRIBE"]
+        more = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
         done = subprocess.run(
-            [str(mpirun()), *options, sys.executable, *sys.argv],
-            env={
-                **os.environ,
-                FOLDER: folder,
-                PORT: str(store.port),
-                "OMPI_ALLOW_RUN_AS_ROOT": "1",
-                "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-            },
+            [str(mpirun()), *options, sys.executable, *program],
+            env={**os.environ, **env, **more, PORT: str(store.port)},
             check=False,
         )
         if done.returncode != 0:
             sys.exit(f"a rank failed: mpirun ended with exit code {done.returncode}")
-        rows: list[Row] = pickle.loads(Path(folder, "rows").read_bytes())
-        return rows
+
+    return harness.launched(job, start)
 
 
-class File:
-    """Where rank 0 reports, in place of a pipe."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def send(self, rows: list[Row] | None) -> None:
-        self._path.write_bytes(pickle.dumps(rows))
-
-
-def be_rank(worker: Worker, args: argparse.Namespace, rank_main: Callable[..., None]) -> None:
+def be_rank(job: Job, send: Callable[[list[Row]], object]) -> None:
     """The whole life of a process that `launch` started."""
+    import _harness as harness
     from fusedpg.launch import init_from_environment
 
     place = init_from_environment()
     assert place is not None
-    assert place.world_size == args.world_size
-    folder = Path(os.environ[FOLDER])
-    with open(folder / "cells", "r+b") as file:
+    assert place.world_size == job.args.world_size
+    with open(Path(os.environ[harness.FOLDER], "cells"), "r+b") as file:
         memory = mmap.mmap(file.fileno(), 0)
     cells = (ctypes.c_int64 * (3 * place.world_size)).from_buffer(memory)
-    port = int(os.environ[PORT])
-    rank_main(worker, args, place.rank, cells, [port], File(folder / "rows"))
+    harness.rank_main(job, place.rank, cells, [int(os.environ[PORT])], send)
 
 
 def load() -> Callable[[Tensor], Callable[[], object]]:

@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,26 @@ import torch.nn.functional as F
 
 RANK = int(os.environ.get("RANK", "0"))
 WIDTH = 512
+
+
+@dataclass(frozen=True)
+class Program:
+    title: str
+    run: Callable[..., None]
+    needs: str  # a module
+
+
+PROGRAMS: dict[str, Program] = {}  # in the order of tables
+
+
+def program(title: str, needs: str = "torch", name: str = "", **given: Any) -> Callable[..., Any]:
+    """Registers a function as a program, by its own name unless there is another."""
+
+    def register(run: Callable[..., None]) -> Callable[..., None]:
+        PROGRAMS[name or run.__name__] = Program(title, functools.partial(run, **given), needs)
+        return run
+
+    return register
 
 
 class Run:
@@ -174,20 +195,13 @@ def pipeline_steps(group: Group = None, *, noted: bool = False) -> Step:
     return step
 
 
+@program("DDP")
 def ddp(run: Run) -> None:
     dist.init_process_group()
     run.steps(30, ddp_steps())
 
 
-detail = ddp  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
-
-
-def fsdp2(run: Run) -> None:
-    dist.init_process_group("gloo")
-    dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
-    run.steps(30, fsdp2_steps())
-
-
+@program("FSDP1")
 def fsdp1(run: Run) -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -195,22 +209,34 @@ def fsdp1(run: Run) -> None:
     run.steps(30, training(FullyShardedDataParallel(model(), device_id=torch.device("cpu"))))
 
 
+@program("FSDP2")
+def fsdp2(run: Run) -> None:
+    dist.init_process_group("gloo")
+    dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    run.steps(30, fsdp2_steps())
+
+
+@program("DTensor tensor parallel")
 def tensor_parallel(run: Run) -> None:
     mesh = dist.device_mesh.init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
     run.steps(30, tensor_parallel_steps(mesh))
 
 
+@program("pipeline, 1F1B")
 def pipeline(run: Run) -> None:
     dist.init_process_group("gloo")
     run.steps(20, pipeline_steps(noted=True))
 
 
+@program("ZeroRedundancyOptimizer")
 def zero1(run: Run) -> None:
     dist.init_process_group("gloo")
     run.steps(20, zero1_steps())
 
 
-def _checkpoints(run: Run, kind: str) -> None:
+@program("DCP async_save, process", name="dcp_process", kind="PROCESS")
+@program("DCP async_save, thread", name="dcp_thread", kind="THREAD")
+def checkpoints(run: Run, kind: str) -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
     from torch.distributed.fsdp import fully_shard
@@ -235,10 +261,11 @@ def _checkpoints(run: Run, kind: str) -> None:
     run.numbers += [value.full_tensor().sum().item() for value in state["model"].values()]
 
 
-dcp_thread = functools.partial(_checkpoints, kind="THREAD")
-dcp_process = functools.partial(_checkpoints, kind="PROCESS")
+# With TORCH_DISTRIBUTED_DEBUG=DETAIL.
+program("DDP, TORCH_DISTRIBUTED_DEBUG=DETAIL", name="detail")(ddp)
 
 
+@program("DDP, a rank dies, torchrun restarts")
 def elastic(run: Run) -> None:
     """The first life of rank 1 ends in the middle; torchrun starts all ranks again."""
     dist.init_process_group()
@@ -269,6 +296,7 @@ class Loss(nn.Module):
         return {"loss": self.model(x).square().mean()}
 
 
+@program("accelerate launch --cpu", "accelerate")
 def accelerate(run: Run) -> None:
     from accelerate import Accelerator
 
@@ -291,6 +319,7 @@ def accelerate(run: Run) -> None:
     accelerator.save_state(str(run.scratch / "accelerate"))
 
 
+@program("HF Trainer", "transformers")
 def trainer(run: Run) -> None:
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -321,6 +350,7 @@ def trainer(run: Run) -> None:
     run.numbers += [entry["loss"] for entry in hf.state.log_history if "loss" in entry]
 
 
+@program('HF tp_plan="auto"', "transformers")
 def tp_plan(run: Run) -> None:
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -350,6 +380,7 @@ def tp_plan(run: Run) -> None:
     run.steps(30, step)
 
 
+@program("Lightning, ddp", "pytorch_lightning")
 def lightning(run: Run) -> None:
     import pytorch_lightning as pl
 
@@ -414,11 +445,12 @@ def _deepspeed(run: Run, stage: int) -> None:
     run.steps(20, step)
 
 
-deepspeed0, deepspeed1, deepspeed2, deepspeed3 = (
-    functools.partial(_deepspeed, stage=stage) for stage in range(4)
-)
+for number in range(4):
+    register = program(f"DeepSpeed, ZeRO {number}", "deepspeed", f"deepspeed{number}", stage=number)
+    register(_deepspeed)
 
 
+@program("torchft ProcessGroupGloo, 3 quorums", "torchft")
 def torchft(run: Run) -> None:
     from datetime import timedelta
 
@@ -442,6 +474,7 @@ def torchft(run: Run) -> None:
     group.shutdown()
 
 
+@program("ray.util.collective, 4 MiB", "ray")
 def ray_collective(run: Run) -> None:
     """Its ranks are Ray's actors; this process only asks them."""
     import numpy as np
@@ -482,7 +515,7 @@ def main() -> None:
         os.chdir(unused)
         imports = Imports()
         begin = time.perf_counter()
-        globals()[name](run)
+        PROGRAMS[name].run(run)
         whole = time.perf_counter() - begin
     if RANK == 0:
         kind = "none"

@@ -5,10 +5,10 @@ Gradients are known, so that every arm can be compared with one process on their
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import _harness as harness
 from _harness import Context
 
+ADAMW, LAMB = "adamw step", "lamb step"
 FUSED, SKIPS = "fused_adamw_", "fused_adamw_ block_skip"
 SHARED = "fused_adamw_, shared parameters"
 TWO_OPS = "reduce_shards, fused step (f)"
@@ -33,6 +34,7 @@ HYPER: dict[str, Any] = {
 }  # fmt: skip
 OPTIONS: dict[str, Any] = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY}
 CHECKED_STEPS = 5
+Made = TypeVar("Made", bound=Callable[..., Any])
 TOLERANCE = 1e-6  # relative norm of the difference of the parameters
 
 
@@ -40,7 +42,7 @@ def split_arm(backend: str) -> str:
     return f"{backend} all_reduce + AdamW"
 
 
-GLOO, DEEPSPEED = split_arm("gloo"), split_arm("deepspeed")
+GLOO, UNFUSED, DEEPSPEED = map(split_arm, ("gloo", "fused", "deepspeed"))
 
 
 def initial(numel: int) -> Tensor:
@@ -100,6 +102,21 @@ class StepArm:
         return self.step
 
 
+ARMS: dict[str, dict[str, tuple[str, Callable[..., StepArm]]]] = {}  # by case and name
+
+
+def arm(case: str, name: str, backend: str = "fused", **given: Any) -> Callable[[Made], Made]:
+    """Registers what makes an arm of a case from a number of elements and a backend's group."""
+
+    def register(make: Made) -> Made:
+        ARMS.setdefault(case, {})[name] = backend, partial(make, **given)
+        return make
+
+    return register
+
+
+@arm(ADAMW, FUSED)
+@arm(ADAMW, SKIPS, block_skip=True)
 class FusedStep(StepArm):
     def __init__(self, numel: int, group: dist.ProcessGroup, *, block_skip: bool = False) -> None:
         import fusedpg
@@ -143,6 +160,7 @@ class EngineStep(FusedStep):
         )
 
 
+@arm(ADAMW, TWO_OPS)
 class TwoOps(EngineStep):
     """What the class does with overlap=False: reduce in backward, the rest in step()."""
 
@@ -157,22 +175,7 @@ class TwoOps(EngineStep):
         self.call(self.grads[offset : offset + length], reduced=True)
 
 
-class SharedStep(EngineStep):
-    """All ranks hold one copy of the parameters."""
-
-    def __init__(self, numel: int, group: dist.ProcessGroup) -> None:
-        from fusedpg.functional import _backend
-
-        super().__init__(numel, group)
-        self.params = _backend(group).empty_shared([numel], torch.float32)
-        if dist.get_rank(group) == 0:
-            self.params.copy_(initial(numel))
-        dist.barrier(group=group)
-
-    def step(self) -> None:
-        self.call(self.grads, shared_params=True)
-
-
+@arm(ADAMW, THREE_OPS)
 class ThreeOps(StepArm):
     """Our collectives, torch's AdamW between them."""
 
@@ -200,6 +203,24 @@ class ThreeOps(StepArm):
         dist.all_gather_into_tensor(self._padded, self._own.detach(), group=self._group)
 
 
+@arm(ADAMW, SHARED)
+class SharedStep(EngineStep):
+    """All ranks hold one copy of the parameters."""
+
+    def __init__(self, numel: int, group: dist.ProcessGroup) -> None:
+        from fusedpg.functional import _backend
+
+        super().__init__(numel, group)
+        self.params = _backend(group).empty_shared([numel], torch.float32)
+        if dist.get_rank(group) == 0:
+            self.params.copy_(initial(numel))
+        dist.barrier(group=group)
+
+    def step(self) -> None:
+        self.call(self.grads, shared_params=True)
+
+
+@arm(ADAMW, CLASS)
 class ClassStep(StepArm):
     """The optimizer class without DDP, on gradients in ordinary memory."""
 
@@ -215,10 +236,11 @@ class ClassStep(StepArm):
         self._optimizer.step()
 
 
+@arm(ADAMW, LOCAL, "")
 class LocalStep(StepArm):
     """torch's fused AdamW in one process."""
 
-    def __init__(self, numel: int) -> None:
+    def __init__(self, numel: int, group: dist.ProcessGroup | None = None) -> None:
         self.params, self.grads = initial(numel), torch.zeros(numel)
         self.params.grad = self.grads
         self._optimizer = torch.optim.AdamW([self.params], **OPTIONS, fused=True)
@@ -227,6 +249,8 @@ class LocalStep(StepArm):
         self._optimizer.step()
 
 
+@arm(ADAMW, UNFUSED)
+@arm(ADAMW, GLOO, "gloo")
 class SplitStep(LocalStep):
     """All-reduce of a backend, a division, then torch's."""
 
@@ -244,17 +268,15 @@ class SplitStep(LocalStep):
         self._optimizer.step()
 
 
+@arm(ADAMW, DEEPSPEED, "deepspeed")
 class DeepSpeedStep(SplitStep):
-    def __init__(
-        self, numel: int, group: dist.ProcessGroup, all_reduce: Callable[[Tensor], object]
-    ) -> None:
-        super().__init__(numel, group)
-        self._call = all_reduce
-
     def all_reduce(self) -> None:
-        self._call(self.grads)
+        call = harness.load_deepspeed(dist.get_rank(), self._world_size)
+        assert call is not None
+        call(self.grads)
 
 
+@arm(LAMB, LAMB_OP)
 class FusedLamb(FusedStep):
     def step(self) -> None:
         import fusedpg
@@ -267,6 +289,7 @@ class FusedLamb(FusedStep):
         )
 
 
+@arm(LAMB, LAMB_GLOO, "gloo")
 class SplitLamb(StepArm):
     """All-reduce, then LAMB of torch's operations, in place where they allow."""
 
@@ -296,38 +319,36 @@ class SplitLamb(StepArm):
         self.params.add_(self._update, alpha=-LR * float(ratio))
 
 
-# By case and name: the backend whose group the arm is made with, and what makes it.
-ARMS: dict[str, dict[str, tuple[str, Callable[..., StepArm]]]] = {
-    "adamw step": {
-        FUSED: ("fused", FusedStep),
-        TWO_OPS: ("fused", TwoOps),
-        THREE_OPS: ("fused", ThreeOps),
-        SHARED: ("fused", SharedStep),
-        CLASS: ("fused", ClassStep),
-        GLOO: ("gloo", SplitStep),
-    },
-    "lamb step": {LAMB_OP: ("fused", FusedLamb), LAMB_GLOO: ("gloo", SplitLamb)},
-}
-
-
-def arms_of(case: str, numel: int, context: Context) -> dict[str, Callable[[], StepArm]]:
-    """What makes the arms of a case on the backends of this run."""
-    arms: dict[str, Callable[[], StepArm]] = {
-        name: partial(make, numel, context.groups[backend])
-        for name, (backend, make) in ARMS[case].items()
-        if backend in context.groups and (name != GLOO or context.world_size > 1)
+def made(context: Context, case: str, size: int, names: Iterable[str]) -> dict[str, StepArm]:
+    """Arms on so many bytes of parameters, as far as this run has what they need."""
+    world_size, kinds = context.world_size, {name: ARMS[case][name] for name in names}
+    groups: dict[str, Any] = dict(context.groups)
+    if world_size == 1:
+        groups[""] = None
+    elif DEEPSPEED in kinds and harness.load_deepspeed(context.rank, world_size) is not None:
+        groups["deepspeed"] = dist.group.WORLD
+    return {
+        name: make(size // 4, groups[backend])
+        for name, (backend, make) in kinds.items()
+        if backend in groups
     }
-    if case == "adamw step" and context.world_size == 1:
-        arms[LOCAL] = partial(LocalStep, numel)
-    elif case == "adamw step":
-        deepspeed = harness.load_deepspeed(context.rank, context.world_size)
-        if deepspeed is not None:
-            arms[DEEPSPEED] = partial(DeepSpeedStep, numel, dist.group.WORLD, deepspeed)
-    return arms
 
 
-def check_lamb(arms: dict[str, StepArm], context: Context) -> None:
-    """All arms make the same steps."""
+def checked(
+    context: Context, size: int, names: Iterable[str], density: float = 1.0
+) -> dict[str, Callable[[], object]]:
+    """Such arms of AdamW, which have made the steps that they should."""
+    gradients = Gradients(size // 4, density)
+    reference = reference_parameters(gradients, context.world_size)
+    arms = made(context, ADAMW, size, names)
+    return {n: arm.checked(n, gradients, reference, context) for n, arm in arms.items()}
+
+
+def checked_lamb(
+    context: Context, size: int, names: Iterable[str]
+) -> dict[str, Callable[[], object]]:
+    """Arms of LAMB, which all make the same steps."""
+    arms = made(context, LAMB, size, names)
     for step in range(CHECKED_STEPS):
         for arm in arms.values():
             arm.grads.copy_(Gradients(arm.grads.numel(), density=1.0).of(step, context.rank))
@@ -338,6 +359,7 @@ def check_lamb(arms: dict[str, StepArm], context: Context) -> None:
         harness.require(error <= TOLERANCE, f"lamb: relative difference {error:.2e}")
     harness.require(harness.same_on_all_ranks(first.params), "lamb: ranks differ")
     SplitLamb.exact = False
+    return {name: arm.step for name, arm in arms.items()}
 
 
 def bert_shapes() -> list[tuple[int, ...]]:

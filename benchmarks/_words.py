@@ -146,7 +146,7 @@ LIMITS += ("all_reduce alone", "no communication", "shards alone", "fake functio
 PEERS = ("a", "b", "c", "open mpi", "one rank", "one rank, all threads", "plain torch")
 BEGIN_OF_PEERS = ("gloo", "deepspeed", "nccl", "torch.", "reduce_scatter, ")
 
-
+BEST = "best of f, g"
 KEPT = ", kept"  # after the name of an arm: after fusedpg.keep_freed_memory()
 
 

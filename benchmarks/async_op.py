@@ -111,35 +111,25 @@ BARS = [
 
 
 def main() -> int:
-    parser = harness.parser(__doc__, backends="fused,gloo", sizes="4K,64K,1M,16M", rounds=21)
-    parser.add_argument("--ways", default=",".join(WAYS))
+    parser = harness.Parser(__doc__, sizes="4K,64K,1M,16M", rounds=21)
+    parser.names("--ways", WAYS)
     parser.add_argument("--tensor", choices=(ARENA, ORDINARY, "both"), default="both")
     parser.add_argument("--no-overlap", action="store_true", help="without that part")
     args = parser.parse_args()
-    args.ways = args.ways.split(",")
-    unknown = set(args.ways) - set(WAYS)
-    if unknown:
-        parser.error(f"--ways: no such way: {', '.join(sorted(unknown))}")
-    rows = harness.run(worker, args)
+    cases = [*args.sizes, *([] if args.no_overlap else [OVERLAP])]
+    rows = harness.run(measure, args, cases)
     harness.finish("async_op", rows, args, limit="sync", bars=BARS)
     explain(rows)
     return 0
 
 
-def worker(context: Context, args: argparse.Namespace) -> list[Row]:
-    # Its backend is registered where it is imported.
-    import torch.testing._internal.distributed.fake_pg  # noqa: F401
-
-    fake = dist.new_group(backend="fake")
-    rows = []
-    for size in harness.progress(context, args.sizes, harness.format_size):
-        rows += measure_ways(context, args, size, fake)
-    if not args.no_overlap:
-        rows += measure_overlap(context, args)
-    return rows
+def measure(context: Context, args: argparse.Namespace, case: int | str) -> list[Row]:
+    if isinstance(case, int):
+        return measure_ways(context, args, case)
+    return measure_overlap(context, args, case)
 
 
-def measure_ways(context: Context, args: argparse.Namespace, size: int, fake: Group) -> list[Row]:
+def measure_ways(context: Context, args: argparse.Namespace, size: int) -> list[Row]:
     arms: dict[str, Callable[[], object]] = {}
     places: dict[str, tuple[list[str], str]] = {}  # of an arm: its cases, and its name there
     kinds = [ARENA, ORDINARY] if args.tensor == "both" else [args.tensor]
@@ -153,7 +143,7 @@ def measure_ways(context: Context, args: argparse.Namespace, size: int, fake: Gr
                 else:
                     places[title] = kinds, f"{backend} {way}"
     if "functional" in args.ways:
-        x = torch.zeros(size // 4)
+        x, fake = torch.zeros(size // 4), harness.fake_group()
         arms[FAKE] = lambda: functional(x, fake)
         places[FAKE] = kinds, FAKE
     rows = harness.measure(context, arms, case="", size=size, rounds=args.rounds)
@@ -198,7 +188,7 @@ def check_several(numel: int, group: Group, arena: bool, context: Context, title
 # Overlap
 
 
-def measure_overlap(context: Context, args: argparse.Namespace) -> list[Row]:
+def measure_overlap(context: Context, args: argparse.Namespace, case: str) -> list[Row]:
     a, b, c = (torch.randn(MATMUL, MATMUL) for _ in range(3))
     expected = a @ b
 
@@ -231,7 +221,7 @@ def measure_overlap(context: Context, args: argparse.Namespace) -> list[Row]:
                 harness.require(torch.allclose(c, expected, atol=1e-3), f"wrong matmul: {name}")
                 arms[f"{title} {name}"] = call
             x.zero_()
-    return harness.measure(context, arms, case=OVERLAP, size=OVERLAPPED, rounds=args.rounds)
+    return harness.measure(context, arms, case=case, size=OVERLAPPED, rounds=args.rounds)
 
 
 def explain(rows: list[Row]) -> None:

@@ -29,7 +29,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -41,9 +41,8 @@ import _harness as harness
 import _hosts as hosts
 import _steps as steps
 import collectives
-from _harness import Bar, Context, Row
-from _training import Arm, parameter_bytes
-from ddp import keep_bucket
+from _harness import Bar, Context, Hosts, Row
+from _training import Arm, fully_sharded, keep_bucket, parameter_bytes, same_losses
 
 K, M = 1 << 10, 1 << 20
 LINK = "link"
@@ -106,46 +105,33 @@ def bars() -> list[Bar]:
 Case = tuple[str, int]  # a part and a size
 
 
-def cases(args: argparse.Namespace, rate: str) -> list[Case]:
+def cases(args: argparse.Namespace) -> list[Case]:
     found: list[Case] = []
     for part in args.parts:
         if part in ("ddp", "fsdp2"):
-            found += [(part, parameter_bytes("mlp"))] if rate == TRAINED else []
+            found += [(part, parameter_bytes("mlp"))] if args.rate == TRAINED else []
             continue
         # Small ones are a matter of latency, which no rate changes.
-        least = M if part == "adamw" or rate != UNLIMITED else 0
+        least = M if part == "adamw" or args.rate != UNLIMITED else 0
         found += [(part, size) for size in args.sizes if size >= least]
     return found
 
 
 def main() -> int:
     sizes = ",".join(str(size) for size in SIZES)
-    parser = harness.parser(__doc__, backends="fused,gloo", sizes=sizes, rounds=0)
+    parser = harness.Parser(__doc__, sizes=sizes, rounds=0)
     parser.add_argument("--layouts", default="2x1,2x2", help="hosts x ranks on each")
-    parser.add_argument("--rates", default=",".join(RATES), help="of each host's link")
-    parser.add_argument("--parts", default=",".join(PARTS))
-    hosts.add_worker_option(parser)
-    parser.add_argument("--place", nargs=2, help=argparse.SUPPRESS)  # a worker's layout and rate
+    parser.names("--rates", RATES, help="of each host's link")
+    parser.names("--parts", PARTS)
     args = parser.parse_args()
-    for name, known in (("rates", RATES), ("parts", PARTS)):
-        given = getattr(args, name).split(",")
-        setattr(args, name, given)
-        if not set(given) <= set(known):
-            parser.error(f"--{name}: some of {', '.join(known)}")
-    if args.worker:
-        hosts.worker(args, lambda context: measured(context, args))
-        return 0
     for layout in args.layouts.split(","):
         count, ranks = map(int, layout.split("x"))
         rows: list[Row] = []
         for rate in args.rates:
-            todo = cases(args, rate)
-            limit = None if rate == UNLIMITED else rate
-            options = ["--place", layout, rate]
-            found = hosts.run_layout(count, ranks, limit, len(todo), options)
-            if found is None:
-                return 2
-            rows += found
+            args.layout, args.rate = layout, rate  # for ranks
+            where = Hosts(count, ranks, None if rate == UNLIMITED else rate)
+            title = collectives.case_title
+            rows += harness.run(measure, args, cases(args), title=title, hosts=where)
         args.world_size = count * ranks
         print_bytes(rows, count)
         harness.finish(f"between_hosts_{layout}", rows, args, limit=LINK, bars=bars())
@@ -156,40 +142,38 @@ def main() -> int:
 # On a rank
 
 
-def measured(context: Context, args: argparse.Namespace) -> Iterator[list[Row]]:
-    """Rows, case by case."""
-    layout, rate = args.place
+def measure(context: Context, args: argparse.Namespace, case: Case) -> list[Row]:
+    (part, size), layout, rate = case, args.layout, args.rate
     count = int(layout.split("x")[0])
-    for part, size in cases(args, rate):
-        name = name_of(part, layout, rate)
-        if part == "all_reduce":
-            arms = all_reduce_arms(size, context, name)
-        elif part == "adamw":
-            arms = step_arms(size, context)
-        elif part == "send":
-            arms = send_arms(size, context)
-        elif part == "exchange":
-            arms = exchange_arms(size, context)
-        else:
-            arms = training_arms(part, context)
-        more = MORE if size <= M else MORE_EXCHANGES if part == "exchange" else 1
-        rounds = args.rounds or ROUNDS[rate] * more
-        rows = harness.measure(context, arms, case=name, size=size, rounds=rounds)
-        sent = {arm: hosts.bytes_sent(context, call) for arm, call in arms.items()}
-        for row in rows:
-            row.more["sent"] = sent[row.arm]  # over host 0's link, with headers
-            if part == "ddp":  # the share of the time in which host 0's cores have nothing to do
-                row.more["idle"] = hosts.idle_share(context, arms[row.arm])
-        bits = RATES[rate]
-        if bits is not None and part not in ("send", "exchange"):
-            crossing = 2 * (count - 1) / count * size
-            rows.append(link_row(name, size, crossing, 8 / bits))
-            burst = hosts.link(rate)["burst"]
-            if (packets := crossing * FRAME / CARRIED) > burst:
-                rows.append(link_row(name, size, packets, 8 / bits, WIRE, burst))
-        if part == "ddp":
-            rows.append(bound_row(rows))
-        yield rows
+    name = name_of(part, layout, rate)
+    if part == "all_reduce":
+        arms = all_reduce_arms(size, context, name)
+    elif part == "adamw":
+        arms = steps.checked(context, size, (steps.FUSED, steps.GLOO))
+    elif part == "send":
+        arms = send_arms(size, context)
+    elif part == "exchange":
+        arms = exchange_arms(size, context)
+    else:
+        arms = training_arms(part, context)
+    more = MORE if size <= M else MORE_EXCHANGES if part == "exchange" else 1
+    rounds = args.rounds or ROUNDS[rate] * more
+    rows = harness.measure(context, arms, case=name, size=size, rounds=rounds)
+    sent = {arm: hosts.bytes_sent(context, call) for arm, call in arms.items()}
+    for row in rows:
+        row.more["sent"] = sent[row.arm]  # over host 0's link, with headers
+        if part == "ddp":  # the share of the time in which host 0's cores have nothing to do
+            row.more["idle"] = hosts.idle_share(context, arms[row.arm])
+    bits = RATES[rate]
+    if bits is not None and part not in ("send", "exchange"):
+        crossing = 2 * (count - 1) / count * size
+        rows.append(link_row(name, size, crossing, 8 / bits))
+        burst = hosts.link(rate)["burst"]
+        if (packets := crossing * FRAME / CARRIED) > burst:
+            rows.append(link_row(name, size, packets, 8 / bits, WIRE, burst))
+    if part == "ddp":
+        rows.append(bound_row(rows))
+    return rows
 
 
 def link_row(
@@ -316,16 +300,6 @@ def exchange_arms(size: int, context: Context) -> dict[str, Callable[[], object]
     return arms
 
 
-def step_arms(size: int, context: Context) -> dict[str, Callable[[], object]]:
-    gradients = steps.Gradients(size // 4, 1.0)
-    reference = steps.reference_parameters(gradients, context.world_size)
-    arms = {
-        steps.FUSED: partial(steps.FusedStep, gradients.numel, context.groups["fused"]),
-        steps.GLOO: partial(steps.SplitStep, gradients.numel, context.groups["gloo"]),
-    }
-    return {n: make().checked(n, gradients, reference, context) for n, make in arms.items()}
-
-
 class Training(Arm):
     """A user's unchanged script; alone where there is no group."""
 
@@ -336,22 +310,10 @@ class Training(Arm):
     def wrap(self) -> nn.Module:
         if self.group is None:
             return self.module
-        return super().wrap() if self._part == "ddp" else self._fsdp2(self.module, self.group)
+        return super().wrap() if self._part == "ddp" else fully_sharded(self.module, self.group, 0)
 
     def make_optimizer(self) -> None:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR, fused=True)
-
-    @staticmethod
-    def _fsdp2(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
-        from torch.distributed.device_mesh import DeviceMesh
-        from torch.distributed.fsdp import fully_shard
-
-        mesh = DeviceMesh.from_group(group, "cpu")
-        for part in model.children():
-            if isinstance(part, nn.Linear):
-                fully_shard(part, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        return model
 
     def without_communication(self) -> Training:
         assert isinstance(self.model, nn.parallel.DistributedDataParallel)
@@ -364,13 +326,10 @@ class Training(Arm):
 
 def training_arms(part: str, context: Context) -> dict[str, Callable[[], object]]:
     arms = {backend: Training(part, group) for backend, group in context.groups.items()}
-    losses = [torch.stack([arm.step() for _ in range(CHECKED_STEPS)]) for arm in arms.values()]
-    for other in losses[1:]:
-        same = torch.allclose(losses[0], other, rtol=1e-4, atol=1e-5)
-        harness.require(same, f"{part}: losses differ: {losses}")
+    losses = same_losses(part, {n: arm.step for n, arm in arms.items()}, CHECKED_STEPS)
     # Of all ranks' batches: one of them alone may get worse at first.
-    dist.all_reduce(losses[0], group=context.groups["gloo"])
-    harness.require(bool(losses[0][-1] < losses[0][0]), f"{part}: does not learn: {losses[0]}")
+    dist.all_reduce(losses, group=context.groups["gloo"])
+    harness.require(bool(losses[-1] < losses[0]), f"{part}: does not learn: {losses}")
     alone = Training(part, None)
     steps: dict[str, Callable[[], object]] = {name: arm.step for name, arm in arms.items()}
     steps[ALONE] = alone.step
@@ -386,23 +345,14 @@ def training_arms(part: str, context: Context) -> dict[str, Callable[[], object]
 
 def print_bytes(rows: Sequence[Row], count: int) -> None:
     """What crossed a host's link, over the least that has to."""
-    from rich.table import Table
-
-    table = Table(title="Bytes that a host sends")
-    for column in ("work", "size", "arm"):
-        table.add_column(column, no_wrap=True)
-    for column in ("MB", "of 2 (H-1)/H N"):
-        table.add_column(column, justify="right", no_wrap=True)
+    lines = []
     for row in rows:
         if row.arm not in (LINK, WIRE, SOCKETS, SOCKETS_AND_SUM, BOUND, *COMPUTE) and row.size >= M:
             least = 2 * (count - 1) / count * row.size
             sent = row.more["sent"]
             share = "" if row.case.startswith("fsdp2") else f"{sent / least:.3f}"
-            table.add_row(
-                harness.words.case(row.case), harness.format_size(row.size),
-                harness.arm_title(row.arm), f"{sent * 1e-6:.4g}", share,
-            )  # fmt: skip
-    harness._console().print(table)
+            lines.append([*harness.work_of(row), f"{sent * 1e-6:.4g}", share])
+    harness.show("Bytes that a host sends", harness.WORK, ["MB", "of 2 (H-1)/H N"], lines)
     for row in rows:
         if (idle := row.more.get("idle")) is not None:
             arm, step = harness.arm_title(row.arm), harness.words.case(row.case)

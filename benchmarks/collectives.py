@@ -31,6 +31,7 @@ import _mpi
 from _harness import COPY, Bar, Context, Row
 
 Group = dist.ProcessGroup
+Bind = Callable[[Tensor], Callable[[], object]]  # a tensor to the all_reduce of it
 # A value of an element, by its place and the rank that holds it: integers, exact in fp32 sums.
 PERIOD = 251
 
@@ -155,58 +156,43 @@ BARS = [
 
 
 def main() -> int:
-    args = parse_args()
-    rows = harness.run(worker, args)
-    harness.finish("collectives", rows, args, bars=BARS)
-    return 0
-
-
-def parse_args() -> argparse.Namespace:
-    parser = harness.parser(
+    parser = harness.Parser(
         __doc__, backends="fused,gloo,deepspeed,mpi", sizes="4K,64K,1M,16M,100M", rounds=31
     )
-    parser.add_argument("--ops", default=",".join(OPS))
+    parser.names("--ops", OPS)
     parser.add_argument("--tensor", choices=("arena", "ordinary", "both"), default="both")
     args = parser.parse_args()
-    args.ops = args.ops.split(",")
-    unknown = set(args.ops) - set(OPS)
-    if unknown:
-        parser.error(f"--ops: no such operation: {', '.join(sorted(unknown))}")
-    return args
-
-
-def worker(context: Context, args: argparse.Namespace) -> list[Row]:
-    deepspeed = mpi = None
-    if "deepspeed" in args.backends and "all_reduce" in args.ops:
-        deepspeed = harness.load_deepspeed(context.rank, context.world_size)
-    if _mpi.is_rank() and "all_reduce" in args.ops:
-        mpi = _mpi.load()
-    rows = []
     cases = [(name, size) for name in args.ops for size in args.sizes]
-    for name, size in harness.progress(context, cases, case_title):
-        op = OPS[name]
-        numel = size // 4 // context.world_size * context.world_size
-        arms: dict[str, Callable[[], object]] = {COPY: harness.copy_arm(size)}
-        for backend, group in context.groups.items():
-            for arena in kinds_of_tensor(backend, args.tensor):
-                arm = {True: ARENA, False: ORDINARY}[arena] if backend == "fused" else backend
-                title = f"{case_title((name, size))}, {arm}"
-                arms[arm] = make_arm(op, numel, group, arena, context, title)
-        if deepspeed is not None and name == "all_reduce":
-            arms[DEEPSPEED] = make_peer_arm(
-                lambda tensor: partial(deepspeed, tensor), numel, context, DEEPSPEED
-            )
-        if mpi is not None and name == "all_reduce":
-            arms[MPI] = make_peer_arm(mpi, numel, context, MPI)
-        rows += harness.measure(
-            context,
-            arms,
-            case=name,
-            size=size,
-            rounds=args.rounds,
-            bus_factor=op.bus_factor(context.world_size),
-        )
-    return rows
+    rows = harness.run(measure, args, cases, title=case_title)
+    return harness.finish("collectives", rows, args, bars=BARS)
+
+
+def measure(context: Context, args: argparse.Namespace, case: tuple[str, int]) -> list[Row]:
+    (name, size), op = case, OPS[case[0]]
+    numel = size // 4 // context.world_size * context.world_size
+    arms: dict[str, Callable[[], object]] = {COPY: harness.copy_arm(size)}
+    for backend, group in context.groups.items():
+        for arena in kinds_of_tensor(backend, args.tensor):
+            arm = {True: ARENA, False: ORDINARY}[arena] if backend == "fused" else backend
+            arms[arm] = make_arm(op, numel, group, arena, context, f"{case_title(case)}, {arm}")
+    if name == "all_reduce":
+        for arm, bind in peers(context, "deepspeed" in args.backends).items():
+            arms[arm] = make_peer_arm(bind, numel, context, arm)
+    factor = op.bus_factor(context.world_size)
+    return harness.measure(
+        context, arms, case=name, size=size, rounds=args.rounds, bus_factor=factor
+    )
+
+
+def peers(context: Context, deepspeed: bool) -> dict[str, Bind]:
+    """Libraries that are no backends of c10d."""
+    found: dict[str, Bind] = {}
+    call = harness.load_deepspeed(context.rank, context.world_size) if deepspeed else None
+    if call is not None:
+        found[DEEPSPEED] = lambda tensor: partial(call, tensor)
+    if _mpi.is_rank():
+        found[MPI] = _mpi.load()
+    return found
 
 
 def case_title(case: tuple[str, int]) -> str:
@@ -245,9 +231,7 @@ def allocate(numel: int, arena: bool, group: Group) -> Tensor:
     return tensor
 
 
-def make_peer_arm(
-    bind: Callable[[Tensor], Callable[[], object]], numel: int, context: Context, name: str
-) -> Callable[[], object]:
+def make_peer_arm(bind: Bind, numel: int, context: Context, name: str) -> Callable[[], object]:
     """An all_reduce of its own tensor, in place, that is none of c10d's."""
     tensor = pattern(numel, context.rank)
     call = bind(tensor)

@@ -30,7 +30,7 @@ import argparse
 import copy
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -44,7 +44,7 @@ import _harness as harness
 import _hosts as hosts
 import _plots as plots
 import fusedpg
-from _harness import Bar, Context, Row
+from _harness import Bar, Context, Hosts, Row
 from _training import make_mlp, parameter_bytes
 from fusedpg import compress
 
@@ -120,34 +120,19 @@ def bars() -> list[Bar]:
 
 
 def main() -> int:
-    parser = harness.parser(__doc__, backends="fused,gloo", sizes=None, rounds=0)
+    parser = harness.Parser(__doc__, rounds=0)
     parser.add_argument("--hosts", type=int, default=2)
-    parser.add_argument("--rates", default=",".join(RATES))
-    parser.add_argument("--parts", default="steps,loss")
+    parser.names("--rates", RATES)
+    parser.names("--parts", ("steps", "loss"))
     parser.add_argument("--methods", help="only those whose names contain one of these")
-    hosts.add_worker_option(parser)
-    parser.add_argument("--rate", help=argparse.SUPPRESS)  # a worker's
     args = parser.parse_args()
-    args.parts, rates = args.parts.split(","), args.rates.split(",")
-    if not set(rates) <= set(RATES) or not set(args.parts) <= {"steps", "loss"}:
-        parser.error(f"--rates are of {', '.join(RATES)}, --parts of steps, loss")
-    if args.worker:
-        hosts.worker(args, lambda context: measured(context, args))
-        return 0
     rows: list[Row] = []
-    for rate in rates:
-        limit = rate if rate.endswith("bit") else None
+    for rate in args.rates:
+        args.rate = rate  # for ranks
         parts = [p for p in args.parts if p == "steps" or rate in LOSS_SECONDS]
-        if not parts:
-            continue
-        options = ["--rate", rate]
-        if rate == ONE_HOST:
-            found = hosts.run_alone(args.hosts, options)
-        else:
-            found = hosts.run_layout(args.hosts, 1, limit, len(parts), options)
-        if found is None:
-            return 2
-        rows += found
+        limit = rate if rate.endswith("bit") else None
+        where = Hosts(1, args.hosts) if rate == ONE_HOST else Hosts(args.hosts, 1, limit)
+        rows += harness.run(measure, args, parts, hosts=where)
     args.world_size = args.hosts
     curves = [row.more for row in rows if row.case.startswith("loss")]
     timed = [row for row in rows if not row.case.startswith("loss")]
@@ -256,11 +241,8 @@ def make_arm(
     return Training(model, context.rank, group, hook, group if hook else None, optimizer, batch)
 
 
-def measured(context: Context, args: argparse.Namespace) -> Iterator[list[Row]]:
-    if "steps" in args.parts:
-        yield steps(context, args)
-    if "loss" in args.parts and args.rate in LOSS_SECONDS:
-        yield losses(context, args)
+def measure(context: Context, args: argparse.Namespace, part: str) -> list[Row]:
+    return steps(context, args) if part == "steps" else losses(context, args)
 
 
 def steps(context: Context, args: argparse.Namespace) -> list[Row]:
@@ -396,22 +378,19 @@ def losses(context: Context, args: argparse.Namespace) -> list[Row]:
 
 
 def print_more(rows: Sequence[Row]) -> None:
-    from rich.table import Table
-
-    table = Table(title="Steps a second, bytes on a host's link, and compression by itself")
-    for column in ("work", "arm", "steps/s", "x gloo", "MB sent", "compression ms", "chosen"):
-        left = column in ("work", "arm", "chosen")
-        table.add_column(column, justify="left" if left else "right")
+    lines = []
     for row in rows:
         sent, compression, choice = row.more.values()
         gloo = harness.find(rows, row.case, row.size, GLOO)
         faster = f"{harness.ratio_to_peer(row, gloo):.2f}" if gloo is not None else ""
-        table.add_row(
-            row.case, row.arm, f"{1 / row.median:.3g}", faster,
-            f"{sent * 1e-6:.4g}" if sent else "",
-            f"{1e3 * compression:.1f}" if compression else "", choice,
+        lines.append(
+            [row.case, row.arm, choice, f"{1 / row.median:.3g}", faster,
+             f"{sent * 1e-6:.4g}" if sent else "",
+             f"{1e3 * compression:.1f}" if compression else ""]
         )  # fmt: skip
-    harness._console().print(table)
+    title = "Steps a second, bytes on a host's link, and compression by itself"
+    figures = ["steps/s", "x gloo", "MB sent", "compression ms"]
+    harness.show(title, ["work", "arm", "chosen"], figures, lines, wrap=True)
 
 
 def print_curve(curve: dict[str, Any]) -> None:

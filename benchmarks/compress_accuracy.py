@@ -107,36 +107,31 @@ def trained(context: Context, task: str, params: dict[str, Any], seed: int) -> f
     return common.evaluate(model, test, score)
 
 
-def worker(context: Context, args: argparse.Namespace) -> list[Row]:
-    rows = []
-    for task in args.tasks:
-        for name in harness.progress(context, args.methods, str):
-            found = [trained(context, task, METHODS[name], seed) for seed in range(args.seeds)]
-            # Of "lm" bits a character, by seed.
-            rows.append(Row.of(task, 0, name, found, more={"accuracy": found}))
-            if context.rank == 0:
-                print(f"\n{task:4} {name:26} {[round(figure, 3) for figure in found]}", flush=True)
-    return rows
+def measure(context: Context, args: argparse.Namespace, case: tuple[str, str]) -> list[Row]:
+    task, name = case
+    found = [trained(context, task, METHODS[name], seed) for seed in range(args.seeds)]
+    if context.rank == 0:
+        print(f"\n{task:4} {name:26} {[round(figure, 3) for figure in found]}", flush=True)
+    # Of "lm" bits a character, by seed.
+    return [Row.of(task, 0, name, found, more={"accuracy": found})]
 
 
 def main() -> int:
-    parser = harness.parser(__doc__, backends="fused", sizes=None, rounds=1)
-    parser.add_argument("--tasks", default=",".join(TASKS))
+    parser = harness.Parser(__doc__, backends="fused", rounds=1)
+    parser.names("--tasks", TASKS)
     parser.add_argument("--methods", default=",".join(n.replace(", ", "; ") for n in METHODS))
     parser.add_argument("--seeds", type=int, default=2)
     args = parser.parse_args()
-    args.tasks = args.tasks.split(",")
     args.methods = [name.replace("; ", ", ") for name in args.methods.split(",")]
-    unknown = [name for name in args.methods if name not in METHODS]
-    if unknown or not set(args.tasks) <= set(TASKS):
-        parser.error(f"methods are {', '.join(METHODS)}; tasks are {', '.join(TASKS)}")
-    rows = harness.run(worker, args)
-    if not args.no_save:
-        for task in args.tasks:
-            path = RESULTS / f"compress_accuracy_{task}_p{args.world_size}.json"
-            found = [row for row in rows if row.case == task]
-            harness.save_rows(path, found, args.world_size, unit="held out")
-            print(f"saved {path.name}")
+    if not set(args.methods) <= set(METHODS):
+        parser.error(f"methods are {', '.join(METHODS)}")
+    cases = [(task, name) for task in args.tasks for name in args.methods]
+    rows = harness.run(measure, args, cases, title=", ".join)
+    for task in args.tasks if not args.no_save else ():
+        path = RESULTS / f"compress_accuracy_{task}_p{args.world_size}.json"
+        found = [row for row in rows if row.case == task]
+        harness.save_rows(path, found, args.world_size, unit="held out")
+        print(f"saved {path.name}")
     return 0
 
 

@@ -13,6 +13,7 @@ shorter tensor.
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -118,22 +119,23 @@ def plain(numbers: torch.Tensor, to: torch.Tensor, moved: float) -> Callable[[],
     return run
 
 
-def worker(context: Context, args: argparse.Namespace) -> list[Row]:
+@functools.cache
+def checked_kernels(numel: int) -> tuple[dict[str, tuple[Callable[[], object], float]], Any, Any]:
+    """All, which share their tensors, and two tensors to copy between."""
     torch.set_num_threads(1)
     check()
-    rows: list[Row] = []
+    return kernels(numel), torch.ones(numel), torch.ones(numel)
+
+
+def measure(context: Context, args: argparse.Namespace, name: str) -> list[Row]:
     size = args.sizes[0]
     numel = size // 4
-    x, y = torch.ones(numel), torch.ones(numel)
-    found = kernels(numel)
-    for name in harness.progress(context, list(found), str):
-        call, moved = found[name]
-        arms = {KERNEL: call, harness.COPY: plain(x, y, moved)}
-        if name == "topk":
-            arms[TOPK] = partial(torch.topk, x.copy_(torch.randn(numel)).abs(), int(numel * RATIO))
-        rows += harness.measure(context, arms, case=name, size=size, rounds=args.rounds)
-        del arms
-    return rows
+    found, x, y = checked_kernels(numel)
+    call, moved = found[name]
+    arms = {KERNEL: call, harness.COPY: plain(x, y, moved)}
+    if name == "topk":
+        arms[TOPK] = partial(torch.topk, x.copy_(torch.randn(numel)).abs(), int(numel * RATIO))
+    return harness.measure(context, arms, case=name, size=size, rounds=args.rounds)
 
 
 def bars(size: int = SIZE) -> list[Bar]:
@@ -145,12 +147,11 @@ def bars(size: int = SIZE) -> list[Bar]:
 
 
 def main() -> int:
-    parser = harness.parser(__doc__, backends="fused", sizes=str(SIZE), rounds=7)
+    parser = harness.Parser(__doc__, backends="fused", sizes=str(SIZE), rounds=7)
     parser.set_defaults(world_size=1)
     args = parser.parse_args()
-    rows = harness.run(worker, args)
-    harness.finish("compress_kernels", rows, args, bars=bars(args.sizes[0]))
-    return 0
+    rows = harness.run(measure, args, list(kernels(1000)))
+    return harness.finish("compress_kernels", rows, args, bars=bars(args.sizes[0]))
 
 
 if __name__ == "__main__":

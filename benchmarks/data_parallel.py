@@ -46,6 +46,7 @@ from _steps import (
     StepArm,
     initial,
 )
+from collectives import case_title
 from fusedpg import fusion
 from fusedpg.fusion import Partial, Replicate, Shard, all_reduce
 
@@ -167,49 +168,36 @@ class Step(StepArm):
         self.params.mul_(1 - LR * WEIGHT_DECAY)
         self.params.addcdiv_(m, v.sqrt().div_(root).add_(EPS), value=-step_size)
 
-    def with_gloo(self, group: dist.ProcessGroup) -> Callable[[], object]:
-        world_size = dist.get_world_size(group)
-
-        def call() -> None:
-            dist.all_reduce(self.grads, group=group)
-            self.update(self.grads.div_(world_size))
-
-        return call
-
-    def with_gloo_fused(self, group: dist.ProcessGroup) -> Callable[[], object]:
+    def summed(
+        self, group: dist.ProcessGroup, update: Callable[[], object]
+    ) -> Callable[[], object]:
+        """An all_reduce, and what each rank does then."""
         world_size = dist.get_world_size(group)
 
         def call() -> None:
             dist.all_reduce(self.grads, group=group)
             self.grads.div_(world_size)
-            self.optimizer.step()
+            update()
 
         return call
 
 
 def main() -> int:
     sizes = ",".join(str(4 << power) for power in range(10, 27, 4)) + ",16M,100M"
-    parser = harness.parser(__doc__, backends="fused,gloo", sizes=sizes, rounds=31)
-    parser.add_argument("--cases", default=f"{SGD},{ADAMW}", help="of the two, by comma")
+    parser = harness.Parser(__doc__, sizes=sizes, rounds=31)
+    parser.names("--cases", (SGD, ADAMW), help="of the two, by comma")
     args = parser.parse_args()
-    args.sizes = sorted(set(args.sizes))
-    harness.finish("data_parallel", harness.run(worker, args), args, bars=BARS)
-    return 0
+    cases = [(case, size) for case in args.cases for size in sorted(set(args.sizes))]
+    rows = harness.run(measure, args, cases, title=case_title)
+    return harness.finish("data_parallel", rows, args, bars=BARS)
 
 
-def worker(context: Context, args: argparse.Namespace) -> list[Row]:
-    cases = [(case, size) for case in args.cases.split(",") for size in args.sizes]
-    rows = []
-    title = "{0[0]}, {1}".format
-    for case, size in harness.progress(
-        context, cases, lambda one: title(one, harness.format_size(one[1]))
-    ):
-        arms = {COPY: harness.copy_arm(size)} | made(context, case, size // 4)
-        # The large ones take seconds a round.
-        rounds = args.rounds if size <= 32 * M else max(args.rounds // 3, 3)
-        rows += harness.measure(context, arms, case=case, size=size, rounds=rounds)
-        del arms
-    return rows
+def measure(context: Context, args: argparse.Namespace, case: tuple[str, int]) -> list[Row]:
+    name, size = case
+    arms = {COPY: harness.copy_arm(size)} | made(context, name, size // 4)
+    # The large ones take seconds a round.
+    rounds = args.rounds if size <= 32 * M else max(args.rounds // 3, 3)
+    return harness.measure(context, arms, case=name, size=size, rounds=rounds)
 
 
 def made(context: Context, case: str, numel: int) -> dict[str, Callable[[], object]]:
@@ -243,10 +231,11 @@ def made(context: Context, case: str, numel: int) -> dict[str, Callable[[], obje
             harness.require(same, f"{name}: other bits")
         check(BY_HAND[case], mine, mine.by_hand())
     if "gloo" in context.groups:
+        gloo = context.groups["gloo"]
         whole = Step(case, torch.empty(numel), torch.empty(numel), numel)
-        check(GLOO[case], whole, whole.with_gloo(context.groups["gloo"]))
+        check(GLOO[case], whole, whole.summed(gloo, lambda: whole.update(whole.grads)))
         other = Step(case, torch.empty(numel), torch.empty(numel), 0)
-        check(GLOO_FUSED[case], other, other.with_gloo_fused(context.groups["gloo"]))
+        check(GLOO_FUSED[case], other, other.summed(gloo, lambda: other.optimizer.step()))
     return arms
 
 

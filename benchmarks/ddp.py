@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import _harness as harness
 from _harness import Bar, Context, Row
-from _training import Arm, parameter_bytes
+from _training import Arm, keep_bucket, parameter_bytes, same_losses
 
 NO_SYNC = "no_sync"
 NO_COMM = "no_comm"
@@ -50,46 +50,27 @@ def bars() -> list[Bar]:
 
 
 def main() -> int:
-    parser = harness.parser(__doc__, backends="fused,gloo", sizes=None, rounds=31)
-    parser.add_argument("--models", default=",".join(MODELS))
+    parser = harness.Parser(__doc__, rounds=31)
+    parser.names("--models", MODELS)
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
     args = parser.parse_args()
-    args.models = args.models.split(",")
-    unknown = set(args.models) - set(MODELS)
-    if unknown:
-        parser.error(f"--models: no such model: {', '.join(sorted(unknown))}")
-    rows = harness.run(worker, args)
-    harness.finish("ddp", rows, args, limit=NO_SYNC, bars=bars())
-    return 0
+    rows = harness.run(measure, args, args.models)
+    return harness.finish("ddp", rows, args, limit=NO_SYNC, bars=bars())
 
 
-def worker(context: Context, args: argparse.Namespace) -> list[Row]:
-    rows = []
-    for name in harness.progress(context, args.models, str):
-        arms = {
-            backend: TrainingArm(name, group, args.optimizer)
-            for backend, group in context.groups.items()
-        }
-        check(name, arms, context)
-        group = next(iter(context.groups.values()))
-        arms[NO_COMM] = TrainingArm(name, group, args.optimizer)
-        arms[NO_COMM].model.register_comm_hook(None, keep_bucket)
-        arms[NO_SYNC] = TrainingArm(name, group, args.optimizer, sync=False)
-        rows += harness.measure(
-            context,
-            {arm: training.step for arm, training in arms.items()},
-            case=name,
-            size=parameter_bytes(name),
-            rounds=args.rounds,
-        )
-    return rows
-
-
-def keep_bucket(state, bucket):  # type: ignore[no-untyped-def]  # DDP checks annotations by identity
-    """A communication hook that communicates nothing."""
-    future: torch.futures.Future[Tensor] = torch.futures.Future()
-    future.set_result(bucket.buffer())
-    return future
+def measure(context: Context, args: argparse.Namespace, name: str) -> list[Row]:
+    arms = {
+        backend: TrainingArm(name, group, args.optimizer)
+        for backend, group in context.groups.items()
+    }
+    check(name, arms, context)
+    group = next(iter(context.groups.values()))
+    arms[NO_COMM] = TrainingArm(name, group, args.optimizer)
+    arms[NO_COMM].model.register_comm_hook(None, keep_bucket)
+    arms[NO_SYNC] = TrainingArm(name, group, args.optimizer, sync=False)
+    steps = {arm: training.step for arm, training in arms.items()}
+    size = parameter_bytes(name)
+    return harness.measure(context, steps, case=name, size=size, rounds=args.rounds)
 
 
 class TrainingArm(Arm):
@@ -113,15 +94,8 @@ class TrainingArm(Arm):
 
 def check(name: str, arms: dict[str, TrainingArm], context: Context) -> None:
     """Every arm has the same losses on the same batches, and the fused one works in the arena."""
-    losses = {
-        arm: torch.stack([training.step() for _ in range(CHECKED_STEPS)])
-        for arm, training in arms.items()
-    }
-    first, *others = losses.values()
-    for other in others:
-        same = torch.allclose(first, other, rtol=1e-4, atol=1e-5)
-        harness.require(same, f"{name}: losses differ: {losses}")
-    harness.require(bool(first[-1] < first[0]), f"{name}: does not learn")
+    losses = same_losses(name, {n: arm.step for n, arm in arms.items()}, CHECKED_STEPS)
+    harness.require(bool(losses[-1] < losses[0]), f"{name}: does not learn")
     if "fused" in arms:
         import fusedpg
 

@@ -19,56 +19,36 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import _harness as harness
 import _hosts as hosts
+import _steps as steps
 from _harness import COPY, Bar, Context, Row
-from _steps import (
-    FUSED,
-    GLOO,
-    SKIPS,
-    FusedStep,
-    Gradients,
-    SplitStep,
-    reference_parameters,
-    split_arm,
-)
+from _steps import ADAMW, FUSED, GLOO, SKIPS, UNFUSED
 
+ARMS = (FUSED, UNFUSED, SKIPS, GLOO)
 K, M = 1 << 10, 1 << 20
 BARS = [
-    Bar(2, "adamw step", FUSED, M, GLOO, at_least=6),
-    Bar(2, "adamw step", FUSED, 100 * M, GLOO, at_least=4.5),
-    Bar(2, "adamw step", FUSED, 100 * M, COPY, at_most=1.6),
-    Bar(4, "adamw step", FUSED, M, GLOO, at_least=15),
-    Bar(4, "adamw step", FUSED, 100 * M, GLOO, at_least=8),
+    Bar(2, ADAMW, FUSED, M, GLOO, at_least=6),
+    Bar(2, ADAMW, FUSED, 100 * M, GLOO, at_least=4.5),
+    Bar(2, ADAMW, FUSED, 100 * M, COPY, at_most=1.6),
+    Bar(4, ADAMW, FUSED, M, GLOO, at_least=15),
+    Bar(4, ADAMW, FUSED, 100 * M, GLOO, at_least=8),
 ]
 
 
 def main() -> int:
-    parser = harness.parser(__doc__, backends="fused,gloo", sizes="64K,1M,16M,100M", rounds=31)
-    parser.add_argument("--densities", default="1", help="shares of the gradients' blocks")
+    parser = harness.Parser(__doc__, sizes="64K,1M,16M,100M", rounds=31)
+    shares = "shares of the gradients' blocks"
+    parser.add_argument("--densities", type=harness.parse_shares, default="1", help=shares)
     hosts.add_options(parser)
     args = parser.parse_args()
-    args.densities = [float(part) for part in args.densities.split(",")]
-    if not all(0 < density <= 1 for density in args.densities):
-        parser.error("--densities: shares above 0, 1 at most")
+    args.world_size = args.hosts or args.world_size
     cases = [Case(size, density) for size in args.sizes for density in args.densities]
-    name = "fused_step"
-    if args.hosts:
-        args.world_size = args.hosts
-        name += f"_hosts_{args.rate}"
-        if args.worker:
-            hosts.worker(args, lambda context: measured(context, cases, args.rounds))
-            return 0
-        rows = hosts.run(args, len(cases), Row)
-        if rows is None:
-            return 2
-    else:
-        rows = harness.run(worker, argparse.Namespace(**vars(args), cases=cases))
-    harness.finish(name, rows, args, bars=() if args.hosts else BARS)
-    return 0
+    rows = harness.run(measure, args, cases, hosts=hosts.chosen(args))
+    name = f"fused_step_hosts_{args.rate}" if args.hosts else "fused_step"
+    return harness.finish(name, rows, args, bars=() if args.hosts else BARS)
 
 
 @dataclass(frozen=True)
@@ -78,30 +58,16 @@ class Case:
 
     @property
     def name(self) -> str:
-        return "adamw step" + ("" if self.density == 1 else f", {100 * self.density:.3g}%")
+        return ADAMW + ("" if self.density == 1 else f", {100 * self.density:.3g}%")
+
+    def __str__(self) -> str:
+        return f"{harness.format_size(self.size)}, {self.name}"
 
 
-def worker(context: Context, args: argparse.Namespace) -> list[Row]:
-    todo = harness.progress(
-        context, args.cases, lambda case: f"{harness.format_size(case.size)}, {case.name}"
-    )
-    return [row for rows in measured(context, todo, args.rounds) for row in rows]
-
-
-def measured(context: Context, todo: Iterable[Case], rounds: int) -> Iterator[list[Row]]:
-    """Rows, case by case."""
-    for case in todo:
-        gradients = Gradients(case.size // 4, case.density)
-        reference = reference_parameters(gradients, context.world_size)
-        arms: dict[str, Callable[[], object]] = {COPY: harness.copy_arm(case.size)}
-        for backend, group in context.groups.items():
-            made = {split_arm(backend): SplitStep(gradients.numel, group)}
-            if backend == "fused":
-                made = {FUSED: FusedStep(gradients.numel, group)} | made
-                made[SKIPS] = FusedStep(gradients.numel, group, block_skip=True)
-            arms |= {n: arm.checked(n, gradients, reference, context) for n, arm in made.items()}
-        del reference
-        yield harness.measure(context, arms, case=case.name, size=case.size, rounds=rounds)
+def measure(context: Context, args: argparse.Namespace, case: Case) -> list[Row]:
+    arms = {COPY: harness.copy_arm(case.size)}
+    arms |= steps.checked(context, case.size, ARMS, case.density)
+    return harness.measure(context, arms, case=case.name, size=case.size, rounds=args.rounds)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ import _gpu_one_rank as one_rank
 import _gpu_steps as steps
 import _harness as harness
 from _gpu_table import library, load
+from collectives import case_title
 
 PARTS = ("kernels", "one_rank", "step")
 
@@ -68,42 +69,40 @@ def problem() -> str | None:
 
 
 def main() -> int:
-    parser = harness.parser(__doc__, backends="fused,nccl", sizes="1M,16M,64M,256M", rounds=21)
-    parser.add_argument("--parts", default=",".join(PARTS))
+    parser = harness.Parser(__doc__, backends="fused,nccl", sizes="1M,16M,64M,256M", rounds=21)
+    parser.names("--parts", PARTS)
     parser.add_argument(
         "--kernel-sizes",
-        type=lambda text: [harness.parse_size(part) for part in text.split(",")],
+        type=harness.parse_sizes,
         default="1M,16M,64M,256M,1G",
         help="bytes of the parameters",
     )
     parser.add_argument(
         "--one-rank-sizes",
-        type=lambda text: [harness.parse_size(part) for part in text.split(",")],
+        type=harness.parse_sizes,
         default="2M,200M,2000M",
         help="bytes of the bf16 parameters",
     )
     parser.add_argument("--no-lists", dest="lists", action="store_false", help="flat tensors only")
     args = parser.parse_args()
-    chosen = args.parts.split(",")
-    if set(chosen) - set(PARTS):
-        parser.error(f"--parts: choose from {', '.join(PARTS)}")
-    if len(chosen) > 1 and (args.json or args.plot):
+    if len(args.parts) > 1 and (args.json or args.plot):
         parser.error("--json and --plot name the files of one part: choose it with --parts")
     reason = problem()
     if reason is not None:
         print(f"benchmarks/gpu.py needs a GPU: {reason}", file=sys.stderr)
         return 2
-    if "kernels" in chosen:
+    if "kernels" in args.parts:
         alone = copy.copy(args)
         alone.sizes, alone.world_size, alone.backends = args.kernel_sizes, 1, ["torch"]
         harness.finish("gpu_kernels", kernels.run(alone), alone, bars=kernels.bars(), facts=facts())
-    if "one_rank" in chosen:
+    if "one_rank" in args.parts:
         alone = copy.copy(args)
         alone.sizes, alone.world_size, alone.backends = args.one_rank_sizes, 1, ["torch"]
         rows, bars = one_rank.run(alone), one_rank.bars()
         harness.finish("gpu_one_rank", rows, alone, bars=bars, facts=facts())
-    if "step" in chosen:
-        rows = harness.run(steps.worker, args)
+    if "step" in args.parts:
+        cases = [(case, size) for case in steps.TYPES for size in args.sizes]
+        rows = harness.run(steps.measure, args, cases, title=case_title)
         harness.finish("gpu_step", rows, args, bars=steps.bars(), facts=facts())
     return 0
 

@@ -31,13 +31,11 @@ MODELS = ("mlp", "cnn", "vectors")
 
 
 def main() -> int:
-    parser = harness.parser(__doc__, backends="fused,gloo", sizes=None, rounds=31)
-    parser.add_argument("--models", default=",".join(MODELS))
+    parser = harness.Parser(__doc__, rounds=31)
+    parser.names("--models", MODELS)
     args = parser.parse_args()
-    args.models = args.models.split(",")
-    rows = harness.run(worker, args)
-    harness.finish("hvd", rows, args, limit="fused", bars=bars())
-    return 0
+    rows = harness.run(measure, args, args.models)
+    return harness.finish("hvd", rows, args, limit="fused", bars=bars())
 
 
 def bars() -> list[Bar]:
@@ -48,24 +46,17 @@ def bars() -> list[Bar]:
     return found
 
 
-def worker(context: Context, args: argparse.Namespace) -> list[Row]:
-    rows = []
-    for name in harness.progress(context, args.models, str):
-        hvd.init()
-        try:
-            arms = {backend: arm(name, group) for backend, group in context.groups.items()}
-            arms["hvd"] = arm(name)
-            arms["hvd fused=True"] = arm(name, fused=True)
-            losses = {a: [float(step()) for _ in range(3)] for a, step in arms.items()}
-            first = torch.tensor(losses["hvd"])
-            for of in losses.values():
-                same = torch.allclose(torch.tensor(of), first, rtol=1e-4)
-                harness.require(same, f"{name}: losses differ: {losses}")
-            more = {"case": name, "size": training.parameter_bytes(name), "rounds": args.rounds}
-            rows += harness.measure(context, arms, **more)
-        finally:
-            hvd.shutdown()
-    return rows
+def measure(context: Context, args: argparse.Namespace, name: str) -> list[Row]:
+    hvd.init()
+    try:
+        arms = {backend: arm(name, group) for backend, group in context.groups.items()}
+        arms["hvd"] = arm(name)
+        arms["hvd fused=True"] = arm(name, fused=True)
+        training.same_losses(name, arms, 3, atol=1e-8)
+        size = training.parameter_bytes(name)
+        return harness.measure(context, arms, case=name, size=size, rounds=args.rounds)
+    finally:
+        hvd.shutdown()
 
 
 def arm(name: str, group: Any = None, **options: Any) -> Callable[[], torch.Tensor]:

@@ -37,9 +37,8 @@ FAKE = f"{SCRIPT}, fake"
 
 
 def main() -> int:
-    parser = harness.parser(__doc__, backends="fused", sizes="4K", rounds=41)
-    args = parser.parse_args()
-    rows = harness.run(worker, args)
+    args = harness.Parser(__doc__, backends="fused", sizes="4K", rounds=41).parse_args()
+    rows = harness.run(measure, args, args.sizes, title=harness.format_size)
     harness.finish("latency", rows, args, limit=SCRIPT)
     explain(rows)
     return 0
@@ -56,35 +55,28 @@ def layers(group: Group) -> dict[str, Callable[[Tensor], object]]:
     }
 
 
-def worker(context: Context, args: argparse.Namespace) -> list[Row]:
-    # Its backend is registered where it is imported.
-    import torch.testing._internal.distributed.fake_pg
-
+def measure(context: Context, args: argparse.Namespace, size: int) -> list[Row]:
     groups = {"": (context.groups["fused"], context.world_size)}
     for rank in range(context.world_size):
         group = dist.new_group([rank], backend="fused")
         if rank == context.rank:
             groups[", alone"] = group, 1
-    fake = dist.new_group(backend="fake")
-    rows = []
-    for size in args.sizes:
-        arms: dict[str, Callable[[], object]] = {}
-        x = torch.zeros(size // 4)
-        for suffix, (group, world_size) in groups.items():
-            for name, call in layers(group).items():
-                x.copy_(pattern(x.numel(), context.rank))
-                call(x)
-                expected = (
-                    sum_over_ranks(x.numel(), world_size)
-                    if world_size > 1
-                    else pattern(x.numel(), context.rank)
-                )
-                harness.require(torch.equal(x, expected), f"wrong: {name}{suffix}")
-                arms[name + suffix] = partial(call, x)
-        arms[FAKE] = partial(layers(fake)[SCRIPT], x)
-        x.zero_()
-        rows += harness.measure(context, arms, case=CASE, size=size, rounds=args.rounds)
-    return rows
+    arms: dict[str, Callable[[], object]] = {}
+    x = torch.zeros(size // 4)
+    for suffix, (group, world_size) in groups.items():
+        for name, call in layers(group).items():
+            x.copy_(pattern(x.numel(), context.rank))
+            call(x)
+            expected = (
+                sum_over_ranks(x.numel(), world_size)
+                if world_size > 1
+                else pattern(x.numel(), context.rank)
+            )
+            harness.require(torch.equal(x, expected), f"wrong: {name}{suffix}")
+            arms[name + suffix] = partial(call, x)
+    arms[FAKE] = partial(layers(harness.fake_group())[SCRIPT], x)
+    x.zero_()
+    return harness.measure(context, arms, case=CASE, size=size, rounds=args.rounds)
 
 
 def explain(rows: list[Row]) -> None:

@@ -49,32 +49,24 @@ KINDS = ["column", "row", "row, bias, residual", "row, residual, norm"]
 
 
 def main() -> int:
-    parser = harness.parser(__doc__, backends="fused,gloo", sizes=None, rounds=15)
-    parser.add_argument("--parts", default=",".join(PARTS))
+    parser = harness.Parser(__doc__, rounds=15)
+    parser.names("--parts", PARTS)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     args = parser.parse_args()
-    args.parts = args.parts.split(",")
-    if unknown := set(args.parts) - set(PARTS):
-        parser.error(f"--parts: {', '.join(sorted(unknown))} is none of {', '.join(PARTS)}")
-    rows = harness.run(worker, args)
+    rows = harness.run(measure, args, args.parts)
     token = args.width * getattr(torch, args.dtype).itemsize
     bars = [Bar(2, "decode", OURS, token, PLAIN, at_most=1.0)]
     bars += [Bar(2, kind, OURS, token * n, PLAIN, at_most=1.0) for kind in KINDS for n in TOKENS]
-    harness.finish("llm", rows, args, limit=PLAIN, bars=bars)
-    return 0
+    return harness.finish("llm", rows, args, limit=PLAIN, bars=bars)
 
 
 @torch.no_grad()
-def worker(context: Context, args: argparse.Namespace) -> list[Row]:
-    parts: dict[str, Callable[[Context, argparse.Namespace], list[Row]]] = {
-        "layers": layers,
-        "decode": decode,
-        "dispatch": dispatch,
-    }
-    return [row for name in args.parts for row in parts[name](context, args)]
+def measure(context: Context, args: argparse.Namespace, part: str) -> list[Row]:
+    parts = {"layers": layers, "decode": decode, "dispatch": dispatch}
+    return parts[part](context, args)
 
 
 def part_of(weight: Tensor, dim: int, context: Context) -> nn.Parameter:
@@ -132,10 +124,7 @@ def layers(context: Context, args: argparse.Namespace) -> list[Row]:
 
 
 def dispatch(context: Context, args: argparse.Namespace) -> list[Row]:
-    # Its backend is registered where it is imported.
-    import torch.testing._internal.distributed.fake_pg
-
-    fake = dist.new_group(backend="fake")
+    fake = harness.fake_group()
     linear = nn.Linear(64, 64, bias=False)
     mesh = DeviceMesh.from_group(fake, "cpu")
     layer = torch_styles.parallelize_module(linear, mesh, torch_styles.RowwiseParallel())
@@ -214,17 +203,11 @@ def decode(context: Context, args: argparse.Namespace) -> list[Row]:
     for name, model in models.items():
         harness.require(torch.equal(generate(model), want), f"{name}: other tokens than the whole")
 
-    def alone(threads: int) -> None:
-        if context.rank == 0:
-            torch.set_num_threads(threads)
-            generate(whole)
-            torch.set_num_threads(1)
-
     arms: dict[str, Callable[[], object]] = {
         name: partial(generate, model) for name, model in models.items()
     }
-    arms[ALONE] = partial(alone, 1)
-    arms[ALONE_THREADS] = partial(alone, context.world_size)
+    for name, threads in ((ALONE, 1), (ALONE_THREADS, context.world_size)):
+        arms[name] = partial(harness.alone, context, threads, partial(generate, whole))
     size = args.width * getattr(torch, args.dtype).itemsize
     rows = harness.measure(context, arms, case="decode", size=size, rounds=args.rounds)
     if context.rank == 0:

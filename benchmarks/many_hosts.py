@@ -31,9 +31,8 @@ BARS = [Bar(p, CREATION, "fused", 0, peer="gloo", at_most=0.5) for p in (64, 128
 
 
 def main() -> int:
-    parser = harness.parser(__doc__, backends="fused", sizes=None, rounds=5)
-    args = parser.parse_args()
-    rows = harness.run(worker, args, each_a_host=True)
+    args = harness.Parser(__doc__, backends="fused", rounds=5).parse_args()
+    rows = harness.run(measure, args, ["groups"], each_a_host=True)
     counts = [row for row in rows if row.case in (UNUSED, USED)]
     times = [row for row in rows if row not in counts]
     harness.finish("many_hosts", times, args, limit="", bars=BARS)
@@ -49,7 +48,7 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def worker(context: Context, args: argparse.Namespace) -> list[Row]:
+def measure(context: Context, args: argparse.Namespace, _: str) -> list[Row]:
     found: dict[tuple[str, str], list[float]] = {}
     world = context.groups["fused"]
 
@@ -99,9 +98,7 @@ def one_group(context: Context, arm: str) -> dict[str, float]:
 
 def row(case: str, arm: str, values: list[float]) -> Row:
     size = SIZE if "all_reduce" in case else 0
-    found = Row.of(case, size, arm, values)
-    found.fast = found.median
-    return found
+    return Row.of(case, size, arm, values, modes=False)
 
 
 if __name__ == "__main__":

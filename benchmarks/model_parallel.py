@@ -33,7 +33,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -46,8 +46,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor import parallel as torch_styles
 
 import _harness as harness
-import _hosts as hosts
-from _harness import Bar, Context, Row
+from _harness import Bar, Context, Hosts, Row
 
 FEATURES, P = 1024, 0.1
 WIDTH, HEADS, KEPT, PREFILL = 1024, 16, 64, 256
@@ -90,46 +89,38 @@ BARS = [
 
 
 def main() -> int:
-    parser = harness.parser(__doc__, backends="fused,gloo", sizes=SIZES, rounds=21)
+    parser = harness.Parser(__doc__, sizes=SIZES, rounds=21)
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.names("--parts", (*PARTS, HOSTS), default=",".join(PARTS))
     parser.add_argument("--rate", default="1gbit", help="of the link between hosts, as for `tc`")
-    hosts.add_worker_option(parser)
     args = parser.parse_args()
-    args.parts = args.parts.split(",")
-    if set(args.parts) - set(PARTS) and args.parts != [HOSTS]:
+    if HOSTS in args.parts and args.parts != [HOSTS]:
         parser.error(f"--parts are of {PARTS}, or {HOSTS}")
-    if args.worker:
-        hosts.worker(args, lambda context: between_hosts(context, args))
-        return 0
     if not {"fused", "gloo"} <= set(args.backends):
         parser.error("this compares fused with gloo: --backends has both")
-    if args.parts == [HOSTS]:
-        found = hosts.run_layout(2, 1, args.rate, len(INNER_HOSTS), Row)
-        if found is None:
-            return 2
-        rows = found
-    else:
-        rows = harness.run(worker, args)
+    values = {"epilogue": args.sizes, "overlap": INNER, HOSTS: INNER_HOSTS}
+    cases = [
+        (part, value)
+        for part in (*PARTS, HOSTS)
+        if part in args.parts
+        for value in values.get(part, (args.layers,))
+    ]
+    where = Hosts(2, 1, args.rate) if args.parts == [HOSTS] else None
+    rows = harness.run(measure, args, cases, title="{0[0]} {0[1]}".format, hosts=where)
     name = "model_parallel" if len(args.parts) > 1 else f"model_parallel_{args.parts[0]}"
-    harness.finish(name, rows, args, limit=ALONE, bars=BARS)
-    return 0
+    return harness.finish(name, rows, args, limit=ALONE, bars=BARS)
 
 
-def worker(context: Context, args: argparse.Namespace) -> list[Row]:
-    rows: list[Row] = []
-    with torch.no_grad():
-        if "epilogue" in args.parts:
-            for size in args.sizes:
-                rows += epilogue(context, args, size)
-        if "overlap" in args.parts:
-            for inner in INNER:
-                rows += overlap(context, args, inner)
-        if "transformer" in args.parts:
-            rows += transformer(context, args)
-        if "sequence" in args.parts:
-            rows += sequence(context, args)
-    return rows
+@torch.no_grad()
+def measure(context: Context, args: argparse.Namespace, case: tuple[str, int]) -> list[Row]:
+    parts = {
+        "epilogue": epilogue,
+        "overlap": overlap,
+        "transformer": transformer,
+        "sequence": sequence,
+        HOSTS: between_hosts,
+    }
+    return parts[case[0]](context, args, case[1])
 
 
 # --- what follows a product -----------------------------------------------------------------------
@@ -192,13 +183,11 @@ def epilogue(context: Context, args: argparse.Namespace, size: int) -> list[Row]
 # --- overlap -------------------------------------------------------------------------------
 
 
-def between_hosts(context: Context, args: argparse.Namespace) -> Iterator[list[Row]]:
+def between_hosts(context: Context, args: argparse.Namespace, inner: int) -> list[Row]:
     # The hosts are one machine, whose cores they would share: each has its own.
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[context.rank % len(cores)]})
-    with torch.no_grad():
-        for inner in INNER_HOSTS:
-            yield overlap(context, args, inner, between(args.rate))
+    return overlap(context, args, inner, between(args.rate))
 
 
 def overlap(
@@ -299,10 +288,20 @@ def spread(
     return model
 
 
-def transformer(context: Context, args: argparse.Namespace) -> list[Row]:
+def compared(
+    case: str, models: dict[str, Model], inputs: dict[str, Tensor], wanted: dict[str, Tensor]
+) -> dict[str, Callable[[], object]]:
+    """A pass of each model, whose outputs are those of one process."""
+    for name, model in models.items():
+        close = torch.allclose(model(inputs[name]), wanted[name], atol=1e-3)
+        harness.require(close, f"{name}: {case} differs from one process")
+    return {name: partial(model, inputs[name]) for name, model in models.items()}
+
+
+def transformer(context: Context, args: argparse.Namespace, layers: int) -> list[Row]:
     from fusedpg import tensor_parallel
 
-    groups, layers = context.groups, args.layers
+    groups = context.groups
     models = {
         DTENSOR_GLOO: spread(layers, groups["gloo"], torch_styles, False),
         DTENSOR: spread(layers, groups["fused"], torch_styles, False),
@@ -312,32 +311,19 @@ def transformer(context: Context, args: argparse.Namespace) -> list[Row]:
     rows: list[Row] = []
     for case, count in (("decode", 1), ("prefill", PREFILL)):
         x = torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(1))
-        want = whole(x)
-        for name, model in models.items():
-            close = torch.allclose(model(x), want, atol=1e-3)
-            harness.require(close, f"{name}: {case} differs from one process")
-
-        def alone(threads: int, x: Tensor = x) -> None:
-            if context.rank == 0:
-                torch.set_num_threads(threads)
-                whole(x)
-                torch.set_num_threads(1)
-
-        arms: dict[str, Callable[[], object]] = {
-            name: lambda model=model, x=x: model(x)  # type: ignore[misc]
-            for name, model in models.items()
-        }
-        arms[ALONE] = partial(alone, 1)
-        arms[ALONE_THREADS] = partial(alone, context.world_size)
+        inputs = dict.fromkeys(models, x)
+        arms = compared(case, models, inputs, dict.fromkeys(models, whole(x)))
+        for name, threads in ((ALONE, 1), (ALONE_THREADS, context.world_size)):
+            arms[name] = partial(harness.alone, context, threads, partial(whole, x))
         rounds = args.rounds if count == 1 else max(args.rounds // 3, 5)
         rows += harness.measure(context, arms, case=case, size=TOKEN * count, rounds=rounds)
     return rows
 
 
-def sequence(context: Context, args: argparse.Namespace) -> list[Row]:
+def sequence(context: Context, args: argparse.Namespace, layers: int) -> list[Row]:
     from fusedpg import tensor_parallel
 
-    groups, layers, part = context.groups, args.layers, Shard(0)
+    groups, part = context.groups, Shard(0)
     models = {
         SEQUENCE_GLOO: spread(layers, groups["gloo"], torch_styles, False, part),
         SEQUENCE: spread(layers, groups["fused"], tensor_parallel, True, part),
@@ -347,13 +333,7 @@ def sequence(context: Context, args: argparse.Namespace) -> list[Row]:
     want = Model(layers)(x)
     given = dict.fromkeys(models, x.chunk(context.world_size)[context.rank]) | {STYLES: x}
     wanted = dict.fromkeys(models, want.chunk(context.world_size)[context.rank]) | {STYLES: want}
-    for name, model in models.items():
-        close = torch.allclose(model(given[name]), wanted[name], atol=1e-3)
-        harness.require(close, f"{name}: differs from one process")
-    arms: dict[str, Callable[[], object]] = {
-        name: lambda model=model, x=given[name]: model(x)  # type: ignore[misc]
-        for name, model in models.items()
-    }
+    arms = compared("sequence", models, given, wanted)
     rounds = max(args.rounds // 3, 5)
     return harness.measure(context, arms, case="sequence", size=TOKEN * PREFILL, rounds=rounds)
 

@@ -45,14 +45,12 @@ class NewGroup:
 
 
 def main() -> int:
-    parser = harness.parser(__doc__, backends="fused", sizes=None, rounds=41)
-    args = parser.parse_args()
-    rows = harness.run(worker, args)
-    harness.finish("new_group", rows, args, limit="gloo", bars=BARS)
-    return 0
+    args = harness.Parser(__doc__, backends="fused", rounds=41).parse_args()
+    rows = harness.run(measure, args, [CASE])
+    return harness.finish("new_group", rows, args, limit="gloo", bars=BARS)
 
 
-def worker(context: Context, args: argparse.Namespace) -> list[Row]:
+def measure(context: Context, args: argparse.Namespace, case: str) -> list[Row]:
     arms = {name: NewGroup(name) for name in ARMS}
     for name, arm in arms.items():
         arm()
@@ -64,7 +62,7 @@ def worker(context: Context, args: argparse.Namespace) -> list[Row]:
     rows = harness.measure(
         context,
         calls,
-        case=CASE,
+        case=case,
         size=0,
         rounds=args.rounds,
         prepare={name: arm.destroy for name, arm in arms.items()},

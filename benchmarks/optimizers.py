@@ -41,7 +41,6 @@ when one does not. How times are taken: see `_harness.py`.
 from __future__ import annotations
 
 import argparse
-import copy
 import ctypes
 import gc
 import sys
@@ -99,7 +98,7 @@ def bars(busy: int = 0) -> list[Bar]:
 
 
 def step_bars() -> list[Bar]:
-    adamw = "adamw step"
+    adamw = steps.ADAMW
     bert = 4 * sum(torch.Size(shape).numel() for shape in steps.bert_shapes())
     return [
         Bar(2, adamw, steps.FUSED, STEP_SIZE, steps.GLOO, at_least=4.5),
@@ -108,17 +107,17 @@ def step_bars() -> list[Bar]:
         Bar(2, adamw, steps.SHARED, STEP_SIZE, steps.GLOO, at_least=6),
         Bar(2, adamw, steps.FUSED, STEP_SIZE, steps.THREE_OPS, at_least=1.15),
         Bar(2, adamw, steps.TWO_OPS, STEP_SIZE, steps.THREE_OPS, at_least=1.0),
-        Bar(2, "lamb step", steps.LAMB_OP, STEP_SIZE, steps.LAMB_GLOO, at_least=5),
+        Bar(2, steps.LAMB, steps.LAMB_OP, STEP_SIZE, steps.LAMB_GLOO, at_least=5),
         Bar(2, "list", LIST, bert, ONE_TENSOR, at_most=1.01),
         Bar(1, adamw, steps.CLASS, STEP_SIZE, steps.LOCAL, at_least=1.0),
     ]
 
 
 def main() -> int:
-    parser = harness.parser(__doc__, backends="fused,gloo,deepspeed", sizes="100M", rounds=21)
-    parser.add_argument("--parts", default=",".join(PARTS))
-    parser.add_argument("--models", default=",".join(OF_OPTIMIZERS))
-    parser.add_argument("--arms", default=",".join(ARMS))
+    parser = harness.Parser(__doc__, backends="fused,gloo,deepspeed", sizes="100M", rounds=21)
+    parser.names("--parts", PARTS)
+    parser.names("--models", OF_OPTIMIZERS)
+    parser.names("--arms", ARMS)
     parser.add_argument(
         "--malloc",
         choices=["keep", "default"],
@@ -128,42 +127,36 @@ def main() -> int:
     )
     parser.add_argument("--busy", type=int, default=0, help="processes that spin beside the ranks")
     args = parser.parse_args()
-    for option, known in (("parts", PARTS), ("models", OF_OPTIMIZERS), ("arms", ARMS)):
-        chosen = getattr(args, option).split(",")
-        setattr(args, option, chosen)
-        unknown = set(chosen) - set(known)
-        if unknown:
-            parser.error(f"--{option}: unknown: {', '.join(sorted(unknown))}")
     rows: list[Row] = []
     if args.malloc == "default":
         args.model = args.models[0]
         rows += _apart.run(args, reference_change, check)
-        harness.finish("optimizers_malloc", rows, args, limit=NO_SYNC, bars=_apart.bars())
-        return 0
+        return harness.finish("optimizers_malloc", rows, args, limit=NO_SYNC, bars=_apart.bars())
     with competitors(args.busy):
-        if "training" in args.parts:
-            for name in args.models:
-                args.model = name
-                rows += harness.run(train, args)
-        if "clip" in args.parts:
-            rows += harness.run(clip, args)
-        if "clipped" in args.parts:
-            rows += harness.run(step_clipped, args)
-        if "step" in args.parts:
-            rows += harness.run(one_step, args)
-        if "list" in args.parts:
-            rows += harness.run(many_tensors, args)
+        measures: dict[str, tuple[harness.Measure, list[Any]]] = {
+            "training": (train, args.models),
+            "clip": (clip, [CLIPPED]),
+            "clipped": (step_clipped, [STEP_CLIPPED]),
+            "step": (one_step, args.sizes),
+            "list": (many_tensors, ["list"]),
+        }
+        for part, (measure, cases) in measures.items():
+            for case in cases if part in args.parts else ():
+                rows += harness.run(measure, args, [case])  # on a heap of its own
     if rows:
         name = "optimizers_small" if args.models == ["small"] else "optimizers"
         name = f"optimizers_busy{args.busy}" if args.busy else name
         harness.finish(name, rows, args, limit=NO_SYNC, bars=bars(args.busy))
         explain(rows)
     if "memory" in args.parts:
-        args.model = args.models[0]
-        memory = {name: measure_memory(name, args) for name in args.arms if name != NO_SYNC}
-        print_memory(memory, args)
+        memory = [harness.run(memory_of, args, [arm])[0] for arm in args.arms if arm != NO_SYNC]
+        title = f"PSS a rank, {args.models[0]}, world size {args.world_size}"
+        lines = map(memory_line, memory)
+        harness.show(title, ["arm", ""], ["MiB", "/ parameters"], lines, wrap=True)
         if not args.no_save:
-            save_memory(memory, args)
+            path = harness.RESULTS / f"optimizers_memory_p{args.world_size}.json"
+            harness.save_rows(path, memory, args.world_size, unit="bytes of PSS a rank")
+            print(f"saved {path.name}")
     return 0
 
 
@@ -171,29 +164,19 @@ def main() -> int:
 # One step
 
 
-def one_step(context: Context, args: argparse.Namespace) -> list[Row]:
+def one_step(context: Context, args: argparse.Namespace, size: int) -> list[Row]:
     rows = []
-    for size in harness.progress(context, args.sizes, harness.format_size):
-        numel = size // 4
-        for case in steps.ARMS:
-            made = steps.arms_of(case, numel, context)
-            timed: dict[str, Callable[[], object]] = {COPY: harness.copy_arm(size)}
-            if case == "adamw step":
-                gradients = steps.Gradients(numel, density=1.0)
-                reference = steps.reference_parameters(gradients, context.world_size)
-                for name, make in made.items():
-                    timed[name] = make().checked(name, gradients, reference, context)
-                del reference
-            else:
-                lamb = {name: make() for name, make in made.items()}
-                steps.check_lamb(lamb, context)
-                timed |= {name: arm.step for name, arm in lamb.items()}
-            rows += harness.measure(context, timed, case=case, size=size, rounds=args.rounds)
-            timed.clear()
+    single = (steps.GLOO,) if context.world_size == 1 else ()
+    for case, arms_of in {steps.ADAMW: steps.checked, steps.LAMB: steps.checked_lamb}.items():
+        # Those that are left out: fused_step.py.
+        names = steps.ARMS[case].keys() - {steps.SKIPS, steps.UNFUSED, *single}
+        timed = {COPY: harness.copy_arm(size)}
+        timed |= arms_of(context, size, [n for n in steps.ARMS[case] if n in names])
+        rows += harness.measure(context, timed, case=case, size=size, rounds=args.rounds)
     return rows
 
 
-def many_tensors(context: Context, args: argparse.Namespace) -> list[Row]:
+def many_tensors(context: Context, args: argparse.Namespace, case: str) -> list[Row]:
     """What describing 397 tensors costs, against one tensor of all their elements."""
     import fusedpg
 
@@ -212,7 +195,7 @@ def many_tensors(context: Context, args: argparse.Namespace) -> list[Row]:
         timed[name] = partial(fusedpg.fused_adamw_, *lists, [], counts, **steps.HYPER, group=group)
     harness.require(len(numels) == 397, f"{len(numels)} tensors")
     return harness.measure(
-        context, timed, case="list", size=4 * sum(numels), rounds=max(args.rounds // 2, 5)
+        context, timed, case=case, size=4 * sum(numels), rounds=max(args.rounds // 2, 5)
     )
 
 
@@ -220,15 +203,14 @@ def many_tensors(context: Context, args: argparse.Namespace) -> list[Row]:
 # Training
 
 
-def train(context: Context, args: argparse.Namespace) -> list[Row]:
+def train(context: Context, args: argparse.Namespace, name: str) -> list[Row]:
     # For every arm alike: by default it depends on the order of allocations whether glibc gives the
     # memory of a gradient back to the system, so an arm would measure what others have left on the
     # heap. With --malloc default each has its own.
     fusedpg.keep_freed_memory()
-    name = args.model
     reference = reference_change(name, context.world_size)
     timed: dict[str, Callable[[], object]] = {}
-    for arm in harness.progress(context, args.arms, lambda arm: f"{name}: arm {arm}"):
+    for arm in args.arms:
         group = context.groups.get(ARMS[arm].backend)
         if group is not None:
             made = ARMS[arm].make(name, group)
@@ -237,15 +219,10 @@ def train(context: Context, args: argparse.Namespace) -> list[Row]:
             timed[arm] = made.step
     size = arms.parameter_bytes(name)
     rows = harness.measure(context, timed, case=name, size=size, rounds=args.rounds)
-    ours = [row for row in rows if row.arm in ("f", "g")]
-    if ours:
-        best = copy.copy(min(ours, key=lambda row: row.median))
-        best.arm = "best of f, g"
-        rows.append(best)
-    return rows
+    return rows + arms.best(rows)
 
 
-def clip(context: Context, args: argparse.Namespace) -> list[Row]:
+def clip(context: Context, args: argparse.Namespace, case: str) -> list[Row]:
     """The time of clipping alone: backward before it, and the step after it, are not in it."""
     fusedpg.keep_freed_memory()
     max_norm = arms.MAX_NORM
@@ -267,11 +244,11 @@ def clip(context: Context, args: argparse.Namespace) -> list[Row]:
         prepare[title] = lambda made=made: (made.optimizer.step(), made.backward())
     size = arms.parameter_bytes("small")
     return harness.measure(
-        context, timed, case=CLIPPED, size=size, rounds=args.rounds, prepare=prepare
+        context, timed, case=case, size=size, rounds=args.rounds, prepare=prepare
     )
 
 
-def step_clipped(context: Context, args: argparse.Namespace) -> list[Row]:
+def step_clipped(context: Context, args: argparse.Namespace, case: str) -> list[Row]:
     """Whole steps: zero_grad, forward, backward, clip_grad_norm_ by torch, step."""
     fusedpg.keep_freed_memory()
     timed: dict[str, Callable[[], object]] = {}
@@ -297,7 +274,7 @@ def step_clipped(context: Context, args: argparse.Namespace) -> list[Row]:
             harness.require(apart < TOLERANCE, f"{title}: parameters differ by {apart:.1e}")
         timed[title] = step
     size = arms.parameter_bytes("small")
-    return harness.measure(context, timed, case=STEP_CLIPPED, size=size, rounds=args.rounds)
+    return harness.measure(context, timed, case=case, size=size, rounds=args.rounds)
 
 
 def flat(module: torch.nn.Module) -> Tensor:
@@ -361,12 +338,6 @@ def explain(rows: list[Row]) -> None:
 # Memory
 
 
-def measure_memory(arm: str, args: argparse.Namespace) -> float:
-    """Bytes of PSS that the arm adds to a rank."""
-    args.arm = arm
-    return harness.run(memory_worker, args)[0].median
-
-
 def pss() -> int:
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
         if line.startswith("Pss:"):
@@ -374,8 +345,9 @@ def pss() -> int:
     raise RuntimeError("the kernel reports no PSS")
 
 
-def memory_worker(context: Context, args: argparse.Namespace) -> list[Row]:
-    kind = ARMS[args.arm]
+def memory_of(context: Context, args: argparse.Namespace, arm: str) -> list[Row]:
+    """Bytes of PSS that the arm adds to a rank."""
+    kind = ARMS[arm]
     group = context.groups[kind.backend]
     # What one backward needs besides, once for all arms.
     small = torch.nn.Linear(8, 8)
@@ -383,7 +355,7 @@ def memory_worker(context: Context, args: argparse.Namespace) -> list[Row]:
     gc.collect()
     dist.barrier(group=group)
     before = pss()
-    made = kind.make(args.model, group)
+    made = kind.make(args.models[0], group)
     for _ in range(3):
         made.step()
     made.optimizer.zero_grad()
@@ -393,29 +365,13 @@ def memory_worker(context: Context, args: argparse.Namespace) -> list[Row]:
     used = torch.tensor([float(pss() - before)])
     dist.all_reduce(used, group=group)
     mean = float(used) / context.world_size
-    size = arms.parameter_bytes(args.model)
-    return [Row.of("memory", size, args.arm, [mean])]
+    size = arms.parameter_bytes(args.models[0])
+    return [Row.of("memory", size, arm, [mean])]
 
 
-def print_memory(memory: dict[str, float], args: argparse.Namespace) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    size = arms.parameter_bytes(args.model)
-    table = Table(title=f"PSS a rank, {args.model}, world size {args.world_size}")
-    for column in ("arm", "", "MiB", "/ parameters"):
-        table.add_column(column)
-    for arm, used in memory.items():
-        table.add_row(arm, words.arm(arm), f"{used / 2**20:.0f}", f"{used / size:.2f}")
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
-
-
-def save_memory(memory: dict[str, float], args: argparse.Namespace) -> None:
-    size = arms.parameter_bytes(args.model)
-    rows = [Row("memory", size, arm, b, b, b, b, 1, 1) for arm, b in memory.items()]
-    path = harness.RESULTS / f"optimizers_memory_p{args.world_size}.json"
-    harness.save_rows(path, rows, args.world_size, unit="bytes of PSS a rank")
-    print(f"saved {path.name}")
+def memory_line(row: Row) -> list[str]:
+    used = row.median
+    return [row.arm, words.arm(row.arm), f"{used / 2**20:.0f}", f"{used / row.size:.2f}"]
 
 
 if __name__ == "__main__":

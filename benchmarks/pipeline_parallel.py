@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -37,8 +37,9 @@ from torch import Tensor
 import _harness as harness
 import _hosts as hosts
 import fusedpg
-from _harness import Bar, Context, Row
+from _harness import Bar, Context, Hosts, Row
 from between_hosts import LINK, RATES, link_row
+from collectives import case_title
 from fusedpg import fusion
 from fusedpg.fusion import AsShard, FuseCollective, FuseSend, Partial
 from fusedpg.fusion.philox import kept as kept_elements
@@ -79,29 +80,17 @@ def stage1(like):
 
 
 def main() -> int:
-    parser = harness.parser(__doc__, backends="fused,gloo", sizes=SIZES, rounds=0)
+    parser = harness.Parser(__doc__, sizes=SIZES, rounds=0)
     parser.add_argument("--rate", default=RATE, choices=[r for r in RATES if RATES[r]])
-    parser.add_argument("--parts", default=f"{SEGMENT},{BATCHES}")
-    hosts.add_worker_option(parser)
+    parser.names("--parts", (SEGMENT, BATCHES))
     args = parser.parse_args()
-    args.parts = args.parts.split(",")
-    if not set(args.parts) <= {SEGMENT, BATCHES}:
-        parser.error(f"--parts are of {SEGMENT}, {BATCHES}")
-    if args.worker:
-        hosts.worker(args, lambda context: measured(context, args))
-        return 0
-    rows = hosts.run_layout(2, RANKS, args.rate, len(cases(args)))
-    if rows is None:
-        return 2
+    cases = [(SEGMENT, size) for size in args.sizes if SEGMENT in args.parts]
+    cases += [(BATCHES, IN_BATCHES)] * (BATCHES in args.parts)
+    where = Hosts(2, RANKS, args.rate)
+    rows = harness.run(measure, args, cases, title=case_title, hosts=where)
     args.world_size = 2 * RANKS
     print_bytes(rows)
-    harness.finish("pipeline_parallel", rows, args, limit=LINK, bars=BARS)
-    return 0
-
-
-def cases(args: argparse.Namespace) -> list[tuple[str, int]]:
-    found = [(SEGMENT, size) for size in args.sizes] if SEGMENT in args.parts else []
-    return found + [(BATCHES, IN_BATCHES)] * (BATCHES in args.parts)
+    return harness.finish("pipeline_parallel", rows, args, limit=LINK, bars=BARS)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -215,31 +204,27 @@ def batches(ours: Stage) -> dict[str, Callable[[], object]]:
     return {WAITED: waited, FLYING: flying}
 
 
-def measured(context: Context, args: argparse.Namespace) -> Iterator[list[Row]]:
-    """Rows, case by case."""
-    ours, gloo = Stage(context, "fused"), Stage(context, "gloo")
-    bits = RATES[args.rate]
+@torch.no_grad()
+def measure(context: Context, args: argparse.Namespace, of: tuple[str, int]) -> list[Row]:
+    (case, size), bits = of, RATES[args.rate]
+    ours, gloo = context.once(Stage, "fused"), context.once(Stage, "gloo")
     assert bits is not None
-    with torch.no_grad():
-        for case, size in cases(args):
-            if case == SEGMENT:
-                arms = Segment(size, ours, gloo).arms(size <= MOST_OF_PLAIN)
-            else:
-                arms = batches(ours)
-            crossing = {}
-            for name, call in arms.items():
-                sent, received = hosts.bytes_over_link(context, call, 1 if size > M else 3)
-                crossing[name] = sent[0], received[-1]
-            if case == SEGMENT:
-                check_bytes(size, crossing)
-            rounds = args.rounds or (11 if size <= M else 5 if size <= 16 * M else 3)
-            rows = harness.measure(context, arms, case=case, size=size, rounds=rounds)
-            for row in rows:
-                row.more["sent"], row.more["received"] = crossing[row.arm]
-            del arms
-            limit = link_row(case, size, size, 8 / bits)
-            limit.more["received"] = size
-            yield [*rows, limit]
+    arms = (
+        Segment(size, ours, gloo).arms(size <= MOST_OF_PLAIN) if case == SEGMENT else batches(ours)
+    )
+    crossing = {}
+    for name, call in arms.items():
+        sent, received = hosts.bytes_over_link(context, call, 1 if size > M else 3)
+        crossing[name] = sent[0], received[-1]
+    if case == SEGMENT:
+        check_bytes(size, crossing)
+    rounds = args.rounds or (11 if size <= M else 5 if size <= 16 * M else 3)
+    rows = harness.measure(context, arms, case=case, size=size, rounds=rounds)
+    for row in rows:
+        row.more["sent"], row.more["received"] = crossing[row.arm]
+    limit = link_row(case, size, size, 8 / bits)
+    limit.more["received"] = size
+    return [*rows, limit]
 
 
 def check_bytes(size: int, crossing: dict[str, tuple[float, float]]) -> None:
@@ -263,24 +248,17 @@ def check_bytes(size: int, crossing: dict[str, tuple[float, float]]) -> None:
 
 def print_bytes(rows: Sequence[Row]) -> None:
     """What crossed the link, beside the unsliced send."""
-    from rich.table import Table
-
-    table = Table(title="Bytes from stage 0 to stage 1, with all headers")
-    for column in ("work", "size", "arm"):
-        table.add_column(column, no_wrap=True)
-    for column in ("MB sent", "MB received", "of the unsliced send"):
-        table.add_column(column, justify="right", no_wrap=True)
+    lines = []
     for row in rows:
         whole = harness.find(rows, row.case, row.size, WRITTEN)
         if row.arm != LINK:
             sent, received = row.more["sent"], row.more["received"]
             share = f"{sent / whole.more['sent']:.3f}" if whole else ""
-            table.add_row(
-                harness.words.case(row.case), harness.format_size(row.size),
-                harness.arm_title(row.arm), f"{sent * 1e-6:.4g}", f"{received * 1e-6:.4g}",
-                share,
-            )  # fmt: skip
-    harness._console().print(table)
+            moved = [f"{count * 1e-6:.4g}" for count in (sent, received)]
+            lines.append([*harness.work_of(row), *moved, share])
+    figures = ["MB sent", "MB received", "of the unsliced send"]
+    title = "Bytes from stage 0 to stage 1, with all headers"
+    harness.show(title, harness.WORK, figures, lines)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import _harness as harness
+from _hosts import namespaces
 from fusedpg.plan import Plan, models
 from fusedpg.plan.baseline import uniform_grid
 from fusedpg.plan.database import Database
@@ -106,9 +107,7 @@ def launched(args: argparse.Namespace, worker: str) -> bool:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         subprocess.run([*launcher, f"--nproc-per-node={RANKS}", *program], check=True)
     else:
-        sys.path.append(str(Path(__file__).resolve().parent.parent / "tests/python"))
-        import hosts
-
+        hosts = namespaces()
         if reason := hosts.why_not():
             sys.exit(f"no hosts: {reason}")
         with hosts.Hosts(args.hosts, args.rate) as made:

@@ -29,7 +29,17 @@ import between_hosts
 import collectives as ops
 import many_hosts as many
 import serve_gloo
-from _harness import COPY, FIGURES, RESULTS, Row, find, format_size, load, ratio_to_peer
+from _harness import (
+    COPY,
+    FIGURES,
+    RESULTS,
+    Row,
+    find,
+    format_size,
+    load,
+    markdown,
+    ratio_to_peer,
+)
 
 ROOT = RESULTS.parent.parent
 DOCUMENTS = (
@@ -40,8 +50,8 @@ DOCUMENTS = (
     "docs/guides/serve_gloo.md",
 )
 K, M = 1 << 10, 1 << 20
+MLP = 100486440  # bytes of its parameters
 SIZES = (4 * K, 64 * K, M, 16 * M, 100 * M)
-Lines = Iterable[Sequence[str]]
 
 
 def rows_of(name: str) -> list[Row]:
@@ -59,11 +69,6 @@ def get(rows: Sequence[Row], case: str, size: int, arm: str) -> Row:
 # Tables
 
 
-def markdown(head: Sequence[str], lines: Lines) -> str:
-    table = [head, ["---"] * len(head), *lines]
-    return "\n".join("| " + " | ".join(line) + " |" for line in table)
-
-
 def ms(row: Row) -> str:
     value = 1e3 * plots.typical(row)
     if value < 0.1:
@@ -71,51 +76,54 @@ def ms(row: Row) -> str:
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 20 else f"{value:.0f}"
 
 
-def with_ratio(row: Row, peer: Row) -> str:
-    return f"{ms(row)} ({ratio_to_peer(row, peer):.1f}x)"
+def cell(row: Row | None, peer: Row | None, digits: int = 1) -> str:
+    """Its time, and behind that of others than peer and copy how many times as fast they are."""
+    if row is None or peer is None:
+        return ""
+    if row is peer or row.arm == COPY:
+        return ms(row)
+    return f"{ms(row)} ({ratio_to_peer(row, peer):.{digits}f}x)"
+
+
+def cells(
+    rows: Sequence[Row], case: str, size: int, arms: Iterable[str], peer: str, digits: int = 1
+) -> list[str]:
+    gloo = get(rows, case, size, peer)
+    return [cell(get(rows, case, size, arm), gloo, digits) for arm in arms]
 
 
 def all_reduce() -> str:
     rows = rows_of("collectives_p2")
-    arms = ("fused arena", "fused ordinary", "deepspeed")
-
-    def line(size: int) -> list[str]:
-        gloo, copy = (get(rows, "all_reduce", size, arm) for arm in ("gloo", COPY))
-        cells = [with_ratio(get(rows, "all_reduce", size, arm), gloo) for arm in arms]
-        return [format_size(size), *cells, ms(gloo), ms(copy)]
-
-    head = ["size", *(words.arm(arm) for arm in arms), "Gloo", "copy of the same bytes"]
-    return markdown(head, map(line, SIZES))
+    arms = ("fused arena", "fused ordinary", "deepspeed", "gloo")
+    head = ["size", *map(words.arm, arms), "copy of the same bytes"]
+    lines = (
+        [format_size(size), *cells(rows, "all_reduce", size, (*arms, COPY), "gloo")]
+        for size in SIZES
+    )
+    return markdown(head, lines)
 
 
 def collectives(world_size: int) -> str:
     rows = rows_of(f"collectives_p{world_size}")
 
-    def cell(op: str, size: int) -> str:
+    def ratios(op: str, size: int) -> str:
         gloo = get(rows, op, size, "gloo")
-        return " / ".join(
-            f"{ratio_to_peer(get(rows, op, size, arm), gloo):.1f}"
-            for arm in ("fused arena", "fused ordinary")
-        )
+        arms = (get(rows, op, size, arm) for arm in ("fused arena", "fused ordinary"))
+        return " / ".join(f"{ratio_to_peer(arm, gloo):.1f}" for arm in arms)
 
     ops = dict.fromkeys(row.case for row in rows)
     head = ["", *map(format_size, SIZES)]
-    return markdown(head, ([f"`{op}`", *(cell(op, size) for size in SIZES)] for op in ops))
+    return markdown(head, ([f"`{op}`", *(ratios(op, size) for size in SIZES)] for op in ops))
 
 
 def fused_step() -> str:
-    lines = []
-    for world_size in (2, 4):
-        rows = rows_of(f"fused_step_p{world_size}")
-        for size in (64 * K, M, 16 * M, 100 * M):
-            gloo, unfused, fused, copy = (
-                get(rows, "adamw step", size, arm)
-                for arm in (
-                    "gloo all_reduce + AdamW", "fused all_reduce + AdamW", "fused_adamw_", COPY
-                )
-            )  # fmt: skip
-            cells = [ms(gloo), with_ratio(unfused, gloo), with_ratio(fused, gloo), ms(copy)]
-            lines.append([str(world_size), format_size(size), *cells])
+    arms = (steps.GLOO, steps.UNFUSED, steps.FUSED, COPY)
+    lines = (
+        [str(p), format_size(size), *cells(rows, steps.ADAMW, size, arms, steps.GLOO)]
+        for p in (2, 4)
+        for rows in [rows_of(f"fused_step_p{p}")]
+        for size in SIZES[1:]
+    )
     head = ["ranks", "parameters", "Gloo `all_reduce` + `AdamW(fused=True)`"]
     head += ["the same on `fused`", "`fused_adamw_`", "copy of the same bytes"]
     return markdown(head, lines)
@@ -123,18 +131,15 @@ def fused_step() -> str:
 
 def by_case(rows: Sequence[Row], peer: str) -> str:
     """Arms down, cases across."""
-    rows = [row for row in rows if not row.arm.startswith(plots.REPEATED)]
+    rows = [row for row in rows if not row.arm.startswith(words.BEST)]
     cases = list(dict.fromkeys((row.case, row.size) for row in rows))
 
-    def cell(case: tuple[str, int], arm: str) -> str:
-        row, gloo = (find(rows, *case, name) for name in (arm, peer))
-        if row is None or gloo is None:
-            return ""
-        return ms(row) if row is gloo else f"{ms(row)} ({ratio_to_peer(row, gloo):.2f}x)"
+    def of(case: tuple[str, int], arm: str) -> str:
+        return cell(find(rows, *case, arm), find(rows, *case, peer), 2)
 
     arms = dict.fromkeys(row.arm for row in rows)
     head = ["ms", *(words.case(case) for case, _ in cases)]
-    return markdown(head, ([words.arm(arm), *(cell(case, arm) for case in cases)] for arm in arms))
+    return markdown(head, ([words.arm(arm), *(of(case, arm) for case in cases)] for arm in arms))
 
 
 def training() -> str:
@@ -143,13 +148,12 @@ def training() -> str:
 
 
 def malloc() -> str:
-    rows = [r for r in rows_of("optimizers_malloc_p2") if not r.arm.startswith(plots.REPEATED)]
+    rows = [r for r in rows_of("optimizers_malloc_p2") if not r.arm.startswith(words.BEST)]
     gloo = get(rows, rows[0].case, rows[0].size, "a")
 
     def line(row: Row) -> list[str]:
-        time = ms(row) if row is gloo else f"{ms(row)} ({ratio_to_peer(row, gloo):.2f}x)"
         faults, cpu = row.more["faults"], 1e3 * row.more["cpu"]
-        return [words.arm(row.arm), time, f"{faults:.0f}", f"{cpu:.0f}"]
+        return [words.arm(row.arm), cell(row, gloo, 2), f"{faults:.0f}", f"{cpu:.0f}"]
 
     head = [words.case(rows[0].case), "ms", "page faults", "ms of CPU"]
     return markdown(head, map(line, rows))
@@ -166,37 +170,33 @@ def memory() -> str:
 
 
 def one_step() -> str:
-    tables = {2: rows_of("optimizers_p2"), 4: rows_of("optimizers_step_p4")}
-    arms = {"adamw step": "gloo all_reduce + AdamW", "lamb step": "gloo all_reduce + LAMB"}
-    lines = []
-    for case, peer in arms.items():
-        for row in tables[2]:
-            if row.case != case or (row.arm == COPY and case != "adamw step"):
-                continue
-            cells = []
-            for rows in tables.values():
-                same, gloo = (find(rows, case, row.size, arm) for arm in (row.arm, peer))
-                assert gloo is not None
-                cells.append("" if same is None else ms(same))
-                if same is not None and same is not gloo and row.arm != COPY:
-                    cells[-1] = with_ratio(same, gloo)
-            lines.append([words.arm(row.arm), *cells])
-    return markdown(["ms", *(f"{p} ranks" for p in tables)], lines)
+    tables = [rows_of("optimizers_p2"), rows_of("optimizers_step_p4")]
+
+    def line(row: Row, peer: str) -> list[str]:
+        found = ([find(rows, row.case, row.size, a) for a in (row.arm, peer)] for rows in tables)
+        return [words.arm(row.arm), *(cell(*both) for both in found)]
+
+    return markdown(
+        ["ms", "2 ranks", "4 ranks"],
+        (
+            line(row, peer)
+            for case, peer in {steps.ADAMW: steps.GLOO, steps.LAMB: steps.LAMB_GLOO}.items()
+            for row in tables[0]
+            if row.case == case and (row.arm != COPY or case == steps.ADAMW)
+        ),
+    )
 
 
 def asynchronous() -> str:
-    rows = rows_of("async_op_p2")
+    rows, sizes = rows_of("async_op_p2"), SIZES[:4]
     ways = {"sync": "synchronous", "async": "`async_op=True` and `wait()`"}
     ways["functional"] = "functional collective"
-    lines = []
-    for way, title in ways.items():
-        for case in ("arena", "ordinary"):
-            cells = []
-            for size in (4 * K, 64 * K, M, 16 * M):
-                row, gloo = (get(rows, case, size, arm) for arm in (way, f"gloo {way}"))
-                cells.append(with_ratio(row, gloo))
-            lines.append([title, case, *cells])
-    return markdown(["", "tensors", *map(format_size, (4 * K, 64 * K, M, 16 * M))], lines)
+    lines = (
+        [title, case, *(cells(rows, case, size, [way], f"gloo {way}")[0] for size in sizes)]
+        for way, title in ways.items()
+        for case in ("arena", "ordinary")
+    )
+    return markdown(["", "tensors", *map(format_size, sizes)], lines)
 
 
 def hosts(name: str) -> str:
@@ -212,8 +212,8 @@ def hosts(name: str) -> str:
         link = find(rows, case, size, between_hosts.LINK)
         arena = find(rows, case, size, ops.ARENA)
         return [
-            words.case(case), format_size(size), ms(peer), with_ratio(ours, peer),
-            *(["" if arena is None else with_ratio(arena, peer)] if arenas else []),
+            words.case(case), format_size(size), ms(peer), cell(ours, peer),
+            *([cell(arena, peer)] if arenas else []),
             "" if link is None else f"{ours.median / link.median:.2f}x",
         ]  # fmt: skip
 
@@ -226,27 +226,21 @@ def hosts(name: str) -> str:
 
 def compressed() -> str:
     """Training with compressed gradients, rate by rate."""
-    lines = []
     rows = rows_of("compress_p2")
-    for row in rows:
-        gloo = get(rows, row.case, row.size, "gloo")
-        sent = row.more["sent"]
-        lines.append(
-            [words.case(row.case), words.arm(row.arm), f"{1 / row.median:.2f}",
-             f"{ratio_to_peer(row, gloo):.2f}x",
-             f"{sent * 1e-6:.1f}" if sent else "", row.more["choice"]]
-        )  # fmt: skip
+    lines = (
+        [words.case(row.case), words.arm(row.arm), f"{1 / row.median:.2f}",
+         f"{ratio_to_peer(row, get(rows, row.case, row.size, 'gloo')):.2f}x",
+         f"{row.more['sent'] * 1e-6:.1f}" if row.more["sent"] else "", row.more["choice"]]
+        for row in rows
+    )  # fmt: skip
     return markdown(["", "", "steps/s", "Gloo's", "MB a host sends", "chosen"], lines)
 
 
 def compression_kernels() -> str:
     """Beside a plain read and write of as many bytes."""
     rows = rows_of("compress_kernels_p1")
-    lines = []
-    for row in rows:
-        if row.arm == "kernel":
-            plain = get(rows, row.case, row.size, COPY)
-            lines.append([f"`{row.case}`", ms(row), ms(plain), f"{plain.median / row.median:.2f}"])
+    pairs = ((r, get(rows, r.case, r.size, COPY)) for r in rows if r.arm == "kernel")
+    lines = ([f"`{r.case}`", ms(r), ms(c), f"{c.median / r.median:.2f}"] for r, c in pairs)
     return markdown(["100 MB", "ms", "read and write", "of its rate"], lines)
 
 
@@ -362,39 +356,27 @@ def planned(hosts: int) -> str:
 def readme() -> str:
     """The one table of the README: steps as people run them now, with unchanged code, with ours."""
     mallocs, training = rows_of("optimizers_malloc_p2"), rows_of("optimizers_p2")
-    decoding = rows_of("model_parallel_p2")
     mlp = words.case("mlp")
-    # Each with its rows, case, size, and arms: Gloo, nothing but the backend, ours.
-    cases: dict[str, tuple[Sequence[Row], tuple[str, int], tuple[str, str, str]]] = {
-        f"{mlp}; glibc's defaults": (mallocs, ("mlp", 100486440), ("a", "d", "f")),
-        f"{mlp}; memory kept": (training, ("mlp", 100486440), ("a", "d", "f")),
-        "transformer, 10 M parameters; memory kept": (
-            training,
-            ("transformer", 38373416),
-            ("a", "d", "f"),
-        ),
-        "CNN, bound by its arithmetic; memory kept": (
-            training,
-            ("cnn", 454952),
-            ("a", "d", "f"),
-        ),
+    arms = ("a", "d", "f")  # Gloo, nothing but the backend, ours
+    # Each with its rows, case, size, and those arms.
+    table: dict[str, tuple[Sequence[Row], str, int, tuple[str, ...]]] = {
+        f"{mlp}; glibc's defaults": (mallocs, "mlp", MLP, arms),
+        f"{mlp}; memory kept": (training, "mlp", MLP, arms),
+        "transformer, 10 M parameters; memory kept": (training, "transformer", 38373416, arms),
+        "CNN, bound by its arithmetic; memory kept": (training, "cnn", 454952, arms),
         "decoding one token, 8 layers of width 1,024": (
-            decoding,
-            ("decode", 4096),
+            rows_of("model_parallel_p2"), "decode", 4096,
             ("gloo DTensor", "fused DTensor", "fused styles"),
         ),
-    }
-    lines = []
-    for name, (rows, case, (gloo, unchanged, ours)) in cases.items():
-        peer = get(rows, *case, gloo)
-        mine = [get(rows, *case, arm) if arm else None for arm in (unchanged, ours)]
-        cells = [f"{ms(row)} ({ratio_to_peer(row, peer):.2f}x)" if row else "" for row in mine]
-        lines.append([name, ms(peer), *cells])
+    }  # fmt: skip
     ours = "`fusedpg.optim.AdamW`; for decoding `fusedpg.tensor_parallel`"
-    table = markdown(["ms", "Gloo", "`fused`, nothing else changed", ours], lines)
-    kept = [ms(get(mallocs, "mlp", 100486440, arm)) for arm in ("a, kept", "f, kept")]
+    text = markdown(
+        ["ms", "Gloo", "`fused`, nothing else changed", ours],
+        ([name, *cells(*one, one[-1][0], 2)] for name, one in table.items()),
+    )
+    kept = [ms(get(mallocs, "mlp", MLP, arm)) for arm in ("a, kept", "f, kept")]
     return (
-        f"{table}\n\nThe first row is of another day, on which Gloo took {kept[0]} ms and fusedpg "
+        f"{text}\n\nThe first row is of another day, on which Gloo took {kept[0]} ms and fusedpg "
         f"{kept[1]} with memory kept: compare within a row."
     )
 
@@ -405,8 +387,7 @@ def served_steps() -> str:
     for program in dict.fromkeys(row.case for row in rows):
         gloo, served = (1e3 * get(rows, program, 0, arm).median for arm in ("gloo", "served"))
         lines.append([program, f"{gloo:.1f} ms", f"{served:.1f} ms", f"{gloo / served:.2f}"])
-    head = "| a step of | Gloo | served | times |\n|---|---|---|---|\n"
-    return head + "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return markdown(["a step of", "Gloo", "served", "times"], lines)
 
 
 TABLES: dict[str, Callable[[], str]] = {

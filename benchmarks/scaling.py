@@ -33,7 +33,7 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ import _plots as plots
 import _steps as steps
 import _words as words
 import collectives
-from _harness import Context, Row
+from _harness import Context, Hosts, Row
 
 K, M = 1 << 10, 1 << 20
 FIT, CHECK = "4K,64K,1M,8M,48M", "16K,3M,24M"
@@ -59,68 +59,51 @@ AT_ONCE = 128 * K  # select_net_one_shot() in csrc/collectives/selector.cpp
 
 
 def main() -> int:
-    parser = harness.parser(__doc__, backends="fused", sizes=None, rounds=7)
+    parser = harness.Parser(__doc__, backends="fused", rounds=7)
     parser.add_argument("--layouts", default="1x2,2x1,2x2,4x1,4x2", help="hosts x ranks on each")
+    sizes = harness.parse_sizes
     parser.add_argument("--fit", type=sizes, default=FIT, help="sizes that the model sees")
     parser.add_argument("--check", type=sizes, default=CHECK, help="sizes that it predicts")
     parser.add_argument("--rate", default="1gbit", help="of each host's link, as `tc` writes it")
-    hosts.add_worker_option(parser)
-    parser.add_argument("--layout", help=argparse.SUPPRESS)  # of a worker
     args = parser.parse_args()
-    if args.worker:
-        hosts.worker(args, lambda context: measured(context, args))
-        return 0
     rows: list[Row] = []
+    everything = sorted(args.fit + args.check)
+    small = [size for size in everything if size <= SMALL]
+    together = [*([small] if small else []), *([size] for size in everything if size > SMALL)]
     for layout in args.layouts.split(","):
-        count, ranks = map(int, layout.split("x"))
-        todo = len(OPS) * len(args.fit + args.check)
+        args.layout = count, ranks = tuple(map(int, layout.split("x")))
         if count * ranks == 1:
             continue  # nothing is communicated
         crowded = count > 1 and count * ranks > len(os.sched_getaffinity(0))
         os.environ["FUSEDPG_SPIN_US"] = "0" if crowded else "-1"
-        # One host: a pair of namespaces of which one stays empty would be no different.
-        found = (
-            hosts.run_alone(ranks, ["--layout", layout])
-            if count == 1
-            else hosts.run_layout(count, ranks, args.rate, todo, ["--layout", layout])
-        )
-        if found is None:
-            return 2
-        rows += found
+        rows += harness.run(measure, args, together, hosts=Hosts(count, ranks, args.rate))
     predict(rows)
     print_model(rows)
     args.world_size = max(math.prod(layout_of(row)) for row in rows)
-    harness.finish("scaling", rows, args, limit="")
-    return 0
+    return harness.finish("scaling", rows, args, limit="")
 
 
-def sizes(text: str) -> list[int]:
-    return [harness.parse_size(part) for part in text.split(",")]
-
-
-def measured(context: Context, args: argparse.Namespace) -> Iterator[list[Row]]:
-    count, ranks = map(int, args.layout.split("x"))
+def measure(context: Context, args: argparse.Namespace, together: Sequence[int]) -> list[Row]:
+    """Sizes in turn with one another."""
+    count, ranks = args.layout
     group = context.groups["fused"]
     link = {"rate": 0.0, "burst": 0.0} if count == 1 else hosts.link(args.rate)
-    everything = sorted(args.fit + args.check)
-    small = [size for size in everything if size <= SMALL]
-    for together in (small, *([size] for size in everything if size > SMALL)):
-        arms = {f"{op} {n}": make_arm(op, n, context, group) for n in together for op in OPS}
-        rounds = args.rounds * (MORE if together is small else 1)
-        rows = harness.measure(context, arms, case="", size=0, rounds=rounds)
-        for row in rows:
-            row.arm, size = row.arm.split()
-            row.size, row.case = int(size), f"{row.arm}, {count} x {ranks}"
-            row.more = {
-                "hosts": count,
-                "ranks": ranks,  # on each host
-                **link,
-                "cores": len(os.sched_getaffinity(0)),
-                "fitted": row.size in args.fit,  # the model has seen it
-                "predicted": 0.0,  # and `model`, TERMS: predict() has both
-                "model": (),
-            }
-            yield [row]
+    arms = {f"{op} {n}": make_arm(op, n, context, group) for n in together for op in OPS}
+    rounds = args.rounds * (MORE if together[0] <= SMALL else 1)
+    rows = harness.measure(context, arms, case="", size=0, rounds=rounds)
+    for row in rows:
+        row.arm, size = row.arm.split()
+        row.size, row.case = int(size), f"{row.arm}, {count} x {ranks}"
+        row.more = {
+            "hosts": count,
+            "ranks": ranks,  # on each host
+            **link,
+            "cores": len(os.sched_getaffinity(0)),
+            "fitted": row.size in args.fit,  # the model has seen it
+            "predicted": 0.0,  # and `model`, TERMS: predict() has both
+            "model": (),
+        }
+    return rows
 
 
 def make_arm(
@@ -131,10 +114,7 @@ def make_arm(
         return collectives.make_arm(
             collectives.OPS[op], numel, group, False, context, harness.format_size(size)
         )
-    gradients = steps.Gradients(size // 4, 1.0)
-    reference = steps.reference_parameters(gradients, context.world_size)
-    arm = steps.FusedStep(gradients.numel, group)
-    return arm.checked(op, gradients, reference, context)
+    return steps.checked(context, size, [op])[op]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -210,20 +190,14 @@ def error(row: Row) -> float:
 
 
 def print_model(rows: Sequence[Row]) -> None:
-    from rich.table import Table
-
-    table = Table(title="Measured and predicted")
-    for column in ("work", "size"):
-        table.add_column(column, no_wrap=True)
-    for column in ("ms", "model ms", "error", ""):
-        table.add_column(column, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(
-            row.case, harness.format_size(row.size), f"{1e3 * row.median:.4g}",
-            f"{1e3 * row.more['predicted']:.4g}", f"{error(row):+.0%}",
-            "fitted" if row.more["fitted"] else "",
-        )  # fmt: skip
-    harness._console().print(table)
+    lines = (
+        [row.case, harness.format_size(row.size), f"{1e3 * row.median:.4g}",
+         f"{1e3 * row.more['predicted']:.4g}", f"{error(row):+.0%}",
+         "fitted" if row.more["fitted"] else ""]
+        for row in rows
+    )  # fmt: skip
+    figures = ["ms", "model ms", "error", ""]
+    harness.show("Measured and predicted", ["work", "size"], figures, lines)
     held_out = [row for row in rows if not row.more["fitted"]]
     good = [row for row in held_out if abs(error(row)) <= WITHIN]
     print(f"{len(good)} of {len(held_out)} held-out times within {WITHIN:.0%}")

@@ -201,7 +201,7 @@ def programs(seed: int, count: int, size: int) -> Iterator[tuple[Drawn, list[Sch
 
 
 def main() -> int:
-    parser = harness.parser(__doc__, backends="fused", sizes=None, rounds=9)
+    parser = harness.Parser(__doc__, backends="fused", rounds=9)
     parser.add_argument("--programs", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", type=numbers, default=(0, math.inf), help="FIRST:BEHIND")
@@ -212,7 +212,7 @@ def main() -> int:
     args = parser.parse_args()
     args.path = args.json or harness.RESULTS / f"schedules_p{args.world_size}.json"
     print(f"seed {args.seed}")
-    rows = saved(args) if args.report else harness.run(worker, args)
+    rows = saved(args) if args.report else harness.run(measure, args, ["programs"])
     if not args.compile:
         table(rows, args)
     return 0
@@ -229,7 +229,7 @@ def saved(args: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def worker(context: Context, args: argparse.Namespace) -> list[Row]:
+def measure(context: Context, args: argparse.Namespace, _: str) -> list[Row]:
     begun = time.monotonic()
     rows = [] if args.compile else saved(args)
     done = set() if args.again else {row.case for row in rows}
@@ -307,13 +307,10 @@ def check(
 
 def table(rows: Sequence[Row], args: argparse.Namespace) -> None:
     """What the default takes, against the fastest schedule and plain torch."""
-    from rich.table import Table
-
     cases: dict[str, dict[str, Row]] = {}
     for row in rows:
         cases.setdefault(row.case, {})[row.arm] = row
-    shown = Table("size", "default", "ms", "best", "ms", "/ best", "/ plain", title="Schedules")
-    found = []
+    found, lines = [], []
     for program, _ in programs(args.seed, args.programs, args.world_size):
         arms = cases.get(program.case)
         if arms is None:
@@ -325,11 +322,12 @@ def table(rows: Sequence[Row], args: argparse.Namespace) -> None:
         if to_best > NEAR or to_plain > OF_PLAIN:
             times = [f"{1e3 * row.median:.3f}" for row in (default, best)]
             size, last = harness.format_size(program.size), (f"{to_best:.2f}", f"{to_plain:.2f}")
-            shown.add_row(size, default.arm, times[0], best.arm, times[1], *last)
+            lines.append([size, default.arm, best.arm, *times, *last])
     if not found:
         print("no program has been timed")
         return
-    harness._console().print(shown)
+    figures = ["ms", "ms of best", "/ best", "/ plain"]
+    harness.show("Schedules", ["size", "default", "best"], figures, lines, wrap=True)
     near = sum(to_best <= NEAR for to_best, _ in found) / len(found)
     slower = sum(to_plain > OF_PLAIN for _, to_plain in found)
     print(

@@ -38,52 +38,18 @@ import torch.distributed as dist
 
 import _harness as harness
 import _served_programs as programs
+from _harness import Context, Row
+from _served_programs import PROGRAMS
 
 HERE = Path(__file__).resolve().parent
-PROGRAMS = HERE / "_served_programs.py"
+SCRIPT = HERE / "_served_programs.py"
 ARMS = ("gloo", "served")
 TOLERANCE = 1e-5
 ROUNDS = 3
 
-# The module a program needs, and how it is started where not by one process a rank.
-NEEDS = {
-    "accelerate": "accelerate",
-    "trainer": "transformers",
-    "tp_plan": "transformers",
-    "lightning": "pytorch_lightning",
-    "deepspeed0": "deepspeed",
-    "deepspeed1": "deepspeed",
-    "deepspeed2": "deepspeed",
-    "deepspeed3": "deepspeed",
-    "torchft": "torchft",
-    "ray_collective": "ray",
-}
-TITLES = {
-    "ddp": "DDP",
-    "fsdp1": "FSDP1",
-    "fsdp2": "FSDP2",
-    "tensor_parallel": "DTensor tensor parallel",
-    "pipeline": "pipeline, 1F1B",
-    "zero1": "ZeroRedundancyOptimizer",
-    "dcp_thread": "DCP async_save, thread",
-    "dcp_process": "DCP async_save, process",
-    "detail": "DDP, TORCH_DISTRIBUTED_DEBUG=DETAIL",
-    "elastic": "DDP, a rank dies, torchrun restarts",
-    "accelerate": "accelerate launch --cpu",
-    "trainer": "HF Trainer",
-    "tp_plan": 'HF tp_plan="auto"',
-    "lightning": "Lightning, ddp",
-    "deepspeed0": "DeepSpeed, ZeRO 0",
-    "deepspeed1": "DeepSpeed, ZeRO 1",
-    "deepspeed2": "DeepSpeed, ZeRO 2",
-    "deepspeed3": "DeepSpeed, ZeRO 3",
-    "torchft": "torchft ProcessGroupGloo, 3 quorums",
-    "ray_collective": "ray.util.collective, 4 MiB",
-}
-
 
 @dataclass
-class Program:
+class Rounds:
     """One program's rounds."""
 
     program: str
@@ -103,7 +69,7 @@ class Program:
 
 def start(program: str, arm: str, scratch: Path, ranks: int) -> tuple[list[list[str]], list[dict]]:
     """The processes of one run: command lines and what their environment has more."""
-    line = [str(PROGRAMS), program, str(scratch)]
+    line = [str(SCRIPT), program, str(scratch)]
     common = {
         "OMP_NUM_THREADS": "1",
         "FUSEDPG_SERVE_GLOO": "1" if arm == "served" else "0",
@@ -176,7 +142,7 @@ def run(program: str, arm: str, ranks: int, limit: float) -> dict[str, Any] | st
         return note
 
 
-def measure(row: Program, rounds: int, ranks: int, limit: float) -> None:
+def measure(row: Rounds, rounds: int, ranks: int, limit: float) -> None:
     """Adds rounds to a row."""
     program = row.program
     row.failed.clear()
@@ -201,45 +167,39 @@ def measure(row: Program, rounds: int, ranks: int, limit: float) -> None:
             row.difference = max(row.difference, found)
 
 
-def load(path: Path) -> list[Program]:
-    rows = {row["program"]: Program(**row) for row in json.loads(path.read_text())["rows"]}
-    return [rows[program] for program in TITLES if program in rows]
+def load(path: Path) -> list[Rounds]:
+    rows = {row["program"]: Rounds(**row) for row in json.loads(path.read_text())["rows"]}
+    return [rows[program] for program in PROGRAMS if program in rows]
 
 
-def table(rows: list[Program]) -> str:
-    lines = [
-        "| program | steps: Gloo | served | times | the rest: Gloo | served | times "
-        "| imports: Gloo | served | numbers |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
+def table(rows: list[Rounds]) -> str:
+    lines = []
     for row in rows:
-        cells = [TITLES[row.program]]
+        cells = [PROGRAMS[row.program].title]
         for what in (row.steps, row.rest(), row.imports):
             gloo, ours = (row.median(what, arm) for arm in ARMS)
             cells += ["" if math.isnan(x) else f"{x:.2f} s" for x in (gloo, ours)]
             cells.append("" if math.isnan(gloo / ours) else f"{gloo / ours:.2f}")
         numbers = "the same" if row.difference <= TOLERANCE else "differ"
         failed = ", ".join(f"fails on {arm}" for arm in row.failed)
-        lines.append("| " + " | ".join([*cells[:-1], failed or numbers]) + " |")
-    return "\n".join(lines)
+        lines.append([*cells[:-1], failed or numbers])
+    parts = ("steps: Gloo", "served", "times", "the rest: Gloo", "served", "times")
+    return harness.markdown(["program", *parts, "imports: Gloo", "served", "numbers"], lines)
 
 
-def summary(rows: list[Program]) -> str:
+def summary(rows: list[Rounds]) -> str:
     """The documents' table: if programs run with the same numbers, and the gain of their steps."""
-    lines = [
-        "| program | on Gloo | served | numbers | steps, times Gloo |",
-        "|---|---|---|---|---|",
-    ]
+    lines = []
     for row in rows:
-        cells = [TITLES[row.program]]
+        cells = [PROGRAMS[row.program].title]
         cells += ["fails" if arm in row.failed else "runs" for arm in ARMS]
         cells.append("" if row.failed else "the same" if row.difference <= TOLERANCE else "differ")
         # Fewer rounds say little.
         known = not row.failed and all(len(row.steps[arm]) >= ROUNDS for arm in ARMS)
         gloo, ours = (row.median(row.steps, arm) for arm in ARMS)
         cells.append(f"{gloo / ours:.2f}" if known else "")
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return harness.markdown(["program", "on Gloo", "served", "numbers", "steps, times Gloo"], lines)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -285,12 +245,12 @@ def checkpoints(group: Any, scratch: Path) -> Callable[[int], None]:
 
 # By name: the title, and the steps on a group.
 STEPS: dict[str, tuple[str, Callable[..., Callable[[int], object]]]] = {
-    "ddp": (TITLES["ddp"], programs.ddp_steps),
-    "zero1": (TITLES["zero1"], programs.zero1_steps),
-    "fsdp2": (TITLES["fsdp2"], programs.fsdp2_steps),
-    "tensor_parallel": (TITLES["tensor_parallel"], tensor_parallel),
-    "pipeline": (TITLES["pipeline"], programs.pipeline_steps),
-    "dcp": (TITLES["dcp_thread"], checkpoints),
+    "ddp": (PROGRAMS["ddp"].title, programs.ddp_steps),
+    "zero1": (PROGRAMS["zero1"].title, programs.zero1_steps),
+    "fsdp2": (PROGRAMS["fsdp2"].title, programs.fsdp2_steps),
+    "tensor_parallel": (PROGRAMS["tensor_parallel"].title, tensor_parallel),
+    "pipeline": (PROGRAMS["pipeline"].title, programs.pipeline_steps),
+    "dcp": (PROGRAMS["dcp_thread"].title, checkpoints),
     "messages_1k": ("1 KiB there and back, 100 times", partial(messages, kib=1, times=100)),
     "messages_64k": ("64 KiB there and back, 100 times", partial(messages, kib=64, times=100)),
     "messages_1m": ("1 MiB there and back, 10 times", partial(messages, kib=1 << 10, times=10)),
@@ -299,7 +259,7 @@ STEPS: dict[str, tuple[str, Callable[..., Callable[[int], object]]]] = {
 WARM = 3
 
 
-def steps_worker(context: harness.Context, args: argparse.Namespace) -> list[harness.Row]:
+def groups_of(context: Context) -> dict[str, dist.ProcessGroup]:
     import fusedpg
 
     logging.disable(logging.WARNING)
@@ -309,35 +269,37 @@ def steps_worker(context: harness.Context, args: argparse.Namespace) -> list[har
     fusedpg.serve_gloo(False)
     kinds = {arm: type(g._get_backend(torch.device("cpu"))) for arm, g in groups.items()}
     assert kinds == {"gloo": dist.ProcessGroupGloo, "served": fusedpg.ProcessGroupFused}, kinds
-    rows = []
-    for program in harness.progress(context, args.only, str):
-        title, make = STEPS[program]
-        more = {"scratch": args.scratch} if program == "dcp" else {}
-        steps = {arm: make(group, **more) for arm, group in groups.items()}
-        seconds: dict[str, list[float]] = {arm: [] for arm in steps}
-        for i in range(args.rounds + WARM):
-            for arm in ARMS if i % 2 else ARMS[::-1]:
-                dist.barrier()
-                calls = fusedpg.group_info(groups["served"])["sequence_number"]
-                begin = time.perf_counter()
-                steps[arm](i)
-                seconds[arm].append(time.perf_counter() - begin)
-                calls = fusedpg.group_info(groups["served"])["sequence_number"] - calls
-                assert (calls > 0) == (arm == "served"), f"{program} on {arm}: {calls} calls"
-        rows += [harness.Row.of(title, 0, arm, seconds[arm][WARM:]) for arm in ARMS]
-    return rows
+    return groups
+
+
+def measure_steps(context: Context, args: argparse.Namespace, program: str) -> list[Row]:
+    import fusedpg
+
+    groups = context.once(groups_of)
+    title, make = STEPS[program]
+    more = {"scratch": args.scratch} if program == "dcp" else {}
+    steps = {arm: make(group, **more) for arm, group in groups.items()}
+    seconds: dict[str, list[float]] = {arm: [] for arm in steps}
+    for i in range(args.rounds + WARM):
+        for arm in ARMS if i % 2 else ARMS[::-1]:
+            dist.barrier()
+            calls = fusedpg.group_info(groups["served"])["sequence_number"]
+            begin = time.perf_counter()
+            steps[arm](i)
+            seconds[arm].append(time.perf_counter() - begin)
+            calls = fusedpg.group_info(groups["served"])["sequence_number"] - calls
+            assert (calls > 0) == (arm == "served"), f"{program} on {arm}: {calls} calls"
+    return [Row.of(title, 0, arm, seconds[arm][WARM:]) for arm in ARMS]
 
 
 def steps_main(arguments: list[str]) -> int:
-    parser = harness.parser(__doc__, backends="gloo", sizes=None, rounds=25)
-    parser.add_argument("--only", default=",".join(STEPS), help="programs, with commas")
+    parser = harness.Parser(__doc__, backends="gloo", rounds=25)
+    parser.names("--only", STEPS, help="programs, with commas")
     args = parser.parse_args(arguments)
-    args.only = args.only.split(",")
     with tempfile.TemporaryDirectory() as folder:
         args.scratch = Path(folder)
-        rows = harness.run(steps_worker, args)
-    harness.finish("serve_gloo_steps", rows, args, limit="")
-    return 0
+        rows = harness.run(measure_steps, args, args.only)
+    return harness.finish("serve_gloo_steps", rows, args, limit="")
 
 
 def main() -> int:
@@ -346,7 +308,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", default=",".join(TITLES), help="programs, with commas")
+    parser.add_argument("--only", default=",".join(PROGRAMS), help="programs, with commas")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--limit", type=float, default=240, help="seconds for one run")
@@ -354,12 +316,13 @@ def main() -> int:
     arguments = parser.parse_args()
     rows = []
     for program in arguments.only.split(","):
-        if program in NEEDS and importlib.util.find_spec(NEEDS[program]) is None:
-            print(f"{program}: {NEEDS[program]} is not installed", file=sys.stderr)
+        needs = PROGRAMS[program].needs
+        if importlib.util.find_spec(needs) is None:
+            print(f"{program}: {needs} is not installed", file=sys.stderr)
             continue
         saved = arguments.json and arguments.json.exists()
         earlier = load(arguments.json) if saved else []
-        row = next((old for old in earlier if old.program == program), Program(program))
+        row = next((old for old in earlier if old.program == program), Rounds(program))
         measure(row, arguments.rounds, arguments.ranks, arguments.limit)
         rows.append(row)
         print(table([row]).splitlines()[-1], flush=True)

@@ -19,18 +19,31 @@ root, `ip` and `tc`; exits with 2 where that cannot be). How times are taken: se
 
 from __future__ import annotations
 
+import argparse
+import math
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
 import _harness as harness
 import _hosts as hosts
 import _plots as plots
-import _sparse_arms as sparse
 import _words as words
-from _harness import Bar, Row
-from _sparse_arms import OVERLAPS, SCAN, TENSORS
+from _harness import COPY, Bar, Context, Row
 
+BLOCK = 256  # elements
+SCAN = "scan"
+# Arms by the option block_skip.
+SKIP: dict[str, Literal["off", "auto", "on"]] = {"dense": "off", "auto": "auto", "on": "on"}
+# The first call of a shape only looks at a sample; later ones know the density.
+UNTIMED = {"auto": 3}
+OVERLAPS = ("random", "full", "none")
+TENSORS = ("arena", "ordinary")
 DENSITIES = "1,.8,.4,.2,.1,.08,.04,.02,.01"
 ROUNDS, HOST_ROUNDS = 21, 5
 SIZE = 100 << 20
@@ -45,47 +58,223 @@ BARS = [
 
 
 def main() -> int:
-    parser = harness.parser(__doc__, backends="fused,gloo", sizes="100M", rounds=0)
-    parser.add_argument("--densities", default=DENSITIES, help="shares of blocks, above 0")
+    parser = harness.Parser(__doc__, sizes="100M", rounds=0)
+    shares = {"type": harness.parse_shares, "default": DENSITIES}
+    parser.add_argument("--densities", help="shares of blocks, above 0", **shares)
     parser.add_argument("--overlap", choices=OVERLAPS, default="random")
     parser.add_argument("--tensor", choices=(*TENSORS, "both"), default="arena")
     hosts.add_options(parser)
     args = parser.parse_args()
-    args.densities = [float(part) for part in args.densities.split(",")]
-    if not all(0 < density <= 1 for density in args.densities):
-        parser.error("--densities: shares above 0, 1 at most")
     if set(args.backends) != {"fused", "gloo"}:
         parser.error("--backends: this compares fused and gloo")
-    if args.hosts:
-        args.world_size = args.hosts
-        args.places = [args.rate]
-    else:
-        args.places = list(TENSORS) if args.tensor == "both" else [args.tensor]
+    args.world_size = args.hosts or args.world_size
     args.rounds = args.rounds or (HOST_ROUNDS if args.hosts else ROUNDS)
-    if not sparse.cases(args, args.world_size):
+    todo = cases(args)
+    if not todo:
         parser.error("--overlap none: no density is that of disjoint blocks")
-    if args.worker:
-        hosts.worker(
-            args,
-            lambda context: sparse.measured(
-                context, sparse.cases(args, args.world_size), args.rounds, hosts=True
-            ),
-        )
-        return 0
-
+    rows = harness.run(measure, args, todo, hosts=hosts.chosen(args))
     name = "sparse" if args.overlap == "random" else f"sparse_{args.overlap}"
-    if args.hosts:
-        found = hosts.run(args, len(sparse.cases(args, args.world_size)))
-        if found is None:
-            return 2
-        rows = found
-        name += f"_hosts_{args.rate}"
-    else:
-        rows = harness.run(sparse.worker, args)
+    name += f"_hosts_{args.rate}" if args.hosts else ""
     print_densities(rows)
-    limit = "gloo" if args.hosts else harness.COPY
-    harness.finish(name, rows, args, limit=limit, bars=BARS)
-    return 0
+    limit = "gloo" if args.hosts else COPY
+    return harness.finish(name, rows, args, limit=limit, bars=BARS)
+
+
+# ---------------------------------------------------------------------------------------------
+# On a rank
+
+
+@dataclass(frozen=True)
+class Case:
+    size: int  # bytes
+    density: float
+    overlap: str
+    where: str  # of TENSORS; between hosts, their rate
+
+    @property
+    def name(self) -> str:
+        return f"{100 * self.density:.3g}% {self.overlap}, {self.where}"
+
+    def __str__(self) -> str:
+        return f"{harness.format_size(self.size)}, {self.name}"
+
+
+def cases(args: argparse.Namespace) -> list[Case]:
+    """What the options ask for, without what is impossible: disjoint shares above 1."""
+    places = list(TENSORS) if args.tensor == "both" else [args.tensor]
+    return [
+        Case(size, density, args.overlap, where)
+        for where in ([args.rate] if args.hosts else places)
+        for size in args.sizes
+        for density in args.densities
+        if args.overlap != "none" or density * args.world_size <= 1
+    ]
+
+
+class Data:
+    """A rank's tensors of one size: integers, of which every order of additions makes the same."""
+
+    def __init__(self, context: Context, size: int) -> None:
+        generator = torch.Generator().manual_seed(1 + context.rank)
+        numel = size // 4
+        self._values = torch.randint(1, 9, (numel,), generator=generator, dtype=torch.float32)
+        self._context = context
+        self.blocks = -(-numel // BLOCK)
+
+    def present(self, case: Case) -> Tensor:
+        """Which blocks this rank has."""
+        rank = self._context.rank
+        seed = 1 + rank if case.overlap == "random" else 0
+        order = torch.randperm(self.blocks, generator=torch.Generator().manual_seed(seed))
+        count = max(1, round(case.density * self.blocks))
+        first = rank * count if case.overlap == "none" else 0
+        mask = torch.zeros(self.blocks, dtype=torch.bool)
+        mask[order[first : first + count]] = True
+        return mask
+
+    def tensor(self, present: Tensor) -> Tensor:
+        elements = present.repeat_interleave(BLOCK)[: self._values.numel()]
+        return torch.where(elements, self._values, 0)
+
+
+class AllReduce:
+    """`dist.all_reduce` in place, of a tensor which begins as `source` each time."""
+
+    def __init__(self, group: dist.ProcessGroup, source: Tensor, *, arena: bool) -> None:
+        import fusedpg
+
+        numel = source.numel()
+        self.group = group
+        self.tensor = fusedpg.empty(numel, group=group) if arena else torch.empty(numel)
+        self._source = source
+
+    def prepare(self) -> None:
+        self.tensor.copy_(self._source)
+
+    def __call__(self) -> None:
+        dist.all_reduce(self.tensor, group=self.group)
+
+
+@dataclass
+class Moved:
+    """What one call moved."""
+
+    path: str
+    sent: float  # the mean of the ranks
+    blocks: int
+    present: int
+    union: int
+
+
+def checked(name: str, arm: AllReduce, expected: Tensor, gloo: dist.ProcessGroup) -> Moved:
+    """Requires the expected result of each untimed call; what the last of them moved."""
+    import fusedpg
+
+    for _ in range(UNTIMED.get(name, 1)):
+        fusedpg.stats(arm.group, reset=True)
+        arm.prepare()
+        arm()
+        same = torch.equal(arm.tensor.view(torch.int32), expected.view(torch.int32))
+        harness.require(same, f"{name}: not what Gloo computes")
+    found: dict[str, Any] = fusedpg.stats(arm.group)["all_reduce"]
+    sent = torch.tensor([float(found["bytes_sent"])], dtype=torch.float64)
+    dist.all_reduce(sent, group=gloo)
+    return Moved(
+        path=", ".join(path for path, calls in found["paths"].items() if calls),
+        sent=sent.item() / dist.get_world_size(gloo),
+        blocks=found["blocks"],
+        present=found["blocks_present"],
+        union=found["blocks_union"],
+    )
+
+
+def check_moved(moved: Moved, formula: float, bitmaps: float, present: Tensor, union: int) -> None:
+    """Requires of a call that skipped that it moved those blocks and hardly more."""
+    counted = (moved.blocks, moved.present, moved.union)
+    wanted = (present.numel(), int(present.sum()), union)
+    harness.require(counted == wanted, f"blocks, own and any rank's: {counted}, not {wanted}")
+    # Where chosen blocks lie is chance, and those that a rank owns itself it does not send.
+    noise = 3 * math.sqrt(wanted[1]) * BLOCK * 4
+    error = moved.sent - formula
+    good = -0.02 * formula - noise <= error <= 0.02 * formula + bitmaps + noise
+    harness.require(good, f"{moved.sent:.0f} bytes sent; the formula says {formula:.0f}")
+
+
+def measure(context: Context, args: argparse.Namespace, case: Case) -> list[Row]:
+    import fusedpg
+    from fusedpg._registration import load_extension
+
+    gloo, data = context.groups["gloo"], context.once(Data, case.size)
+    present = data.present(case)
+    source = data.tensor(present)
+    everyone = present.to(torch.uint8)
+    dist.all_reduce(everyone, dist.ReduceOp.MAX, group=gloo)
+    union = int(everyone.sum())
+    reference = AllReduce(gloo, source, arena=False)
+    reference.prepare()
+    reference()
+    expected = reference.tensor.clone()
+    harness.require(harness.same_on_all_ranks(expected), "gloo: ranks differ")
+
+    # New groups, which have no memory of the density of an earlier case.
+    groups = {
+        name: dist.new_group(
+            backend="fused",
+            timeout=harness.TIMEOUT,
+            pg_options=fusedpg.Options(block_skip=skip, block_size=BLOCK),
+        )
+        for name, skip in SKIP.items()
+    }
+    arena = case.where == "arena"
+    reduces = {name: AllReduce(group, source, arena=arena) for name, group in groups.items()}
+    moved = {name: checked(name, arm, expected, gloo) for name, arm in reduces.items()}
+    del expected
+
+    others = context.world_size - 1
+    dense = 2 * case.size * others / context.world_size
+    share = int(present.sum()) / data.blocks
+    formula = dense * (share + union / data.blocks) / 2
+    bitmaps = 2 * others * math.ceil(data.blocks / 8)
+    if moved["on"].path == "block_sparse":
+        check_moved(moved["on"], formula, bitmaps, present, union)
+
+    arms: dict[str, Callable[[], object]] = {}
+    scanned = reduces["on"]
+    if not args.hosts:
+        find_blocks = load_extension().find_blocks
+        arms = {
+            COPY: harness.copy_arm(case.size),
+            SCAN: lambda: find_blocks(scanned.tensor, BLOCK),
+        }
+    arms |= reduces | {"gloo": reference}
+    prepare = {name: arm.prepare for name, arm in (reduces | {"gloo": reference}).items()}
+    if SCAN in arms:
+        prepare[SCAN] = scanned.prepare
+    timed = harness.measure(
+        context,
+        arms,
+        case=case.name,
+        size=case.size,
+        rounds=args.rounds,
+        bus_factor=2 * others / context.world_size,
+        prepare=prepare,
+    )
+    for row in timed:
+        if row.arm == SCAN:
+            row.bus_factor = None  # nothing moves
+        skipping = row.arm in moved and moved[row.arm].path == "block_sparse"
+        row.more = {
+            "density": share,  # of the blocks that each rank has
+            "union": union / data.blocks,  # that any rank has
+            "path": moved[row.arm].path if row.arm in moved else "",
+            "sent": moved[row.arm].sent if row.arm in moved else 0.0,  # bytes, the ranks' mean
+            "formula": formula if skipping else dense,  # what `sent` should be, without bitmaps
+            "bitmaps": bitmaps,  # bytes
+        }
+    dist.barrier(group=gloo)
+    for group in groups.values():
+        dist.destroy_process_group(group)
+    return timed
 
 
 # ---------------------------------------------------------------------------------------------
@@ -109,31 +298,27 @@ def by_arm(rows: Sequence[Row]) -> list[dict[str, Row]]:
 
 def print_densities(rows: Sequence[Row]) -> None:
     """What skipping gains, beside what it could, and what it moves, beside the formula."""
-    from rich.table import Table
-
-    table = Table(title='Densities (u: of the result; bytes: what "on" sends over its formula)')
-    for column in ("work", "size"):
-        table.add_column(column, no_wrap=True)
-    columns = ("u", "bound", "dense/on", "dense/auto", "gloo/on", "scan/on", "MB sent", "bytes")
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("path of auto", no_wrap=True)
+    lines = []
     for arms in by_arm(rows):
         on, auto, dense, gloo = (arms[name] for name in ("on", "auto", "dense", "gloo"))
         scan = f"{arms[SCAN].median / on.median:.0%}" if SCAN in arms else ""
-        table.add_row(
-            on.case,
-            harness.format_size(on.size),
-            f"{on.more['union']:.1%}",
-            f"{bound(on):.2f}x",
-            *(f"{peer.median / row.median:.2f}x" for peer, row in ((dense, on), (dense, auto))),
-            f"{harness.ratio_to_peer(on, gloo):.2f}x",
-            scan,
-            f"{on.more['sent'] * 1e-6:.4g}",
-            f"{on.more['sent'] / on.more['formula']:.3f}",
-            auto.more["path"],
+        lines.append(
+            [
+                on.case,
+                harness.format_size(on.size),
+                auto.more["path"],
+                f"{on.more['union']:.1%}",
+                f"{bound(on):.2f}x",
+                *(f"{peer.median / row.median:.2f}x" for peer, row in ((dense, on), (dense, auto))),
+                f"{harness.ratio_to_peer(on, gloo):.2f}x",
+                scan,
+                f"{on.more['sent'] * 1e-6:.4g}",
+                f"{on.more['sent'] / on.more['formula']:.3f}",
+            ]
         )
-    harness._console().print(table)
+    figures = ("u", "bound", "dense/on", "dense/auto", "gloo/on", "scan/on", "MB sent", "bytes")
+    title = 'Densities (u: of the result; bytes: what "on" sends over its formula)'
+    harness.show(title, ["work", "size", "path of auto"], figures, lines)
 
 
 def draw(rows: Sequence[Row], world_size: int) -> Any:
@@ -153,20 +338,11 @@ def draw(rows: Sequence[Row], world_size: int) -> Any:
         lines = sorted(lines, key=lambda arms: arms["on"].more["density"])
         densities = [100 * arms["on"].more["density"] for arms in lines]
         times, gains = axes[0][column], axes[1][column]
-        before = dict.fromkeys(plots.COLOURS, 0)
+        styles = plots.Styles()
         for name in lines[0]:
             kind = words.whose(name)
-            style = {"linestyle": plots.LINES[before[kind]], "color": plots.COLOURS[kind]}
-            if kind == words.LIMIT:
-                style["linestyle"] = plots.LINES[2 + before[kind]]
-            else:
-                style |= {"marker": plots.MARKERS[before[kind]], "markersize": 4.5}
-            before[kind] += 1
-            chosen = [arms[name] for arms in lines]
-            label = words.arm(name)
-            times.plot(densities, [1e3 * row.median for row in chosen], label=label, **style)
-            low, high = ([1e3 * getattr(row, q) for row in chosen] for q in ("p25", "p75"))
-            times.fill_between(densities, low, high, alpha=0.15, color=style["color"], linewidth=0)
+            style = styles.next(kind)
+            plots.with_quartiles(times, densities, [arms[name] for arms in lines], style)
             if kind == words.OURS:
                 gain = [harness.ratio_to_peer(arms[name], arms["gloo"]) for arms in lines]
                 gains.plot(densities, gain, **style)

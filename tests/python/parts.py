@@ -91,6 +91,7 @@ CAPABILITIES = {
     ],
     "GPU": ["test_gpu_*.py"],
     "the project itself": [
+        "test_benchmarks.py",
         "test_docs.py",
         "test_parts.py",
         "test_workflows.py",
