@@ -2,10 +2,17 @@
 // front of, as operators that torch.compile and export understand. They are
 // synchronous; groups are named.
 
-#include <torch/library.h>
+#include <map>
+#include <string>
+#include <variant>
 
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/library.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
+#include "c10d/bindings.hpp"
 #include "c10d/process_group_fused.hpp"
 
 namespace fusedpg {
@@ -45,173 +52,76 @@ class Resolved {
   ProcessGroupFused* fused_;
 };
 
-using Lr = std::variant<double, at::Tensor>;
-using OptionalTensor = std::optional<at::Tensor>;
-
-// What all steps have in common.
-struct Common {
-  at::TensorList params;
-  at::TensorList grads;
-  at::TensorList master_params;
-  const OptionalTensor& grad_scale;
-  const OptionalTensor& found_inf;
-  c10::string_view reduce;
-  std::optional<double> weight;
-  bool block_skip = false;
-};
-
-StepArguments arguments(OpCode op, const Common& c, HyperArguments hyper) {
+// All fused steps: their schemas name the arguments.
+void step(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  using Hyper = std::variant<double StepHyper::*, bool StepHyper::*>;
+  static const std::map<std::string, Hyper> hypers = {
+      {"beta1", &StepHyper::beta1},
+      {"beta2", &StepHyper::beta2},
+      {"eps", &StepHyper::eps},
+      {"weight_decay", &StepHyper::weight_decay},
+      {"momentum", &StepHyper::momentum},
+      {"dampening", &StepHyper::dampening},
+      {"nesterov", &StepHyper::nesterov},
+      {"is_first_step", &StepHyper::first_step},
+      {"amsgrad", &StepHyper::amsgrad},
+      {"maximize", &StepHyper::maximize},
+      {"trust_clip", &StepHyper::trust_clip},
+      {"always_adapt", &StepHyper::always_adapt}};
+  const std::vector<c10::Argument>& arguments = op.schema().arguments();
+  const std::string& name = op.schema().name(); // "fusedpg::fused_adamw_"
+  StepArguments a;
+  a.op = step_op(name.substr(name.rfind(':') + 1));
+  HyperArguments hyper;
+  hyper.rest.decoupled = a.op != OpCode::kFusedAdam;
+  std::string reduce;
+  std::string group_name;
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const std::string& what = arguments[i].name();
+    const c10::IValue& value = torch::jit::peek(*stack, i, arguments.size());
+    if (value.isTensorList()) {
+      auto& list = what == "params" ? a.params
+          : what == "grads"         ? a.grads
+          : what == "master_params" ? a.masters
+          : what == "state_steps"   ? a.steps
+                                    : a.states.emplace_back();
+      list = value.toTensorVector();
+    } else if (what == "lr" && value.isTensor()) {
+      hyper.lr = value.toTensor();
+    } else if (what == "lr") {
+      hyper.lr = value.toDouble();
+    } else if (what == "grad_scale") {
+      a.grad_scale = value.toOptional<at::Tensor>();
+    } else if (what == "found_inf") {
+      a.found_inf = value.toOptional<at::Tensor>();
+    } else if (what == "reduce") {
+      reduce = value.toStringRef();
+    } else if (what == "weight") {
+      a.reduction.weight = value.toOptional<double>();
+    } else if (what == "block_skip") {
+      a.block_skip = value.toBool();
+    } else if (what == "group_name") {
+      group_name = value.toStringRef();
+    } else if (const auto* number = std::get_if<0>(&hypers.at(what))) {
+      hyper.rest.*(*number) = value.toDouble();
+    } else {
+      hyper.rest.*std::get<1>(hypers.at(what)) = value.toBool();
+    }
+  }
+  torch::jit::drop(*stack, arguments.size());
   TORCH_CHECK_VALUE(
-      c.reduce == "mean" || c.reduce == "sum",
+      reduce == "mean" || reduce == "sum",
       formatted(
           "fused: {}: reduce must be \"mean\" or \"sum\", found \"{}\"",
-          op_name(op),
-          c.reduce));
-  StepArguments a;
-  a.op = op;
-  a.params = c.params.vec();
-  a.grads = c.grads.vec();
-  a.masters = c.master_params.vec();
+          op_name(a.op),
+          reduce));
+  a.reduction.mean = reduce == "mean";
   a.hypers = {std::move(hyper)};
-  a.reduction.mean = c.reduce == "mean";
-  a.reduction.weight = c.weight;
-  a.block_skip = c.block_skip;
-  a.grad_scale = c.grad_scale;
-  a.found_inf = c.found_inf;
-  return a;
-}
-
-void run(StepArguments a, c10::string_view group_name) {
   // A synchronous step has succeeded when it returns nothing to wait for.
   const Resolved group(group_name, c10::DeviceType::CPU);
   if (const auto work = group->fused_step_(std::move(a), false)) {
     work->wait();
   }
-}
-
-template <typename L>
-void sgd(
-    at::TensorList params,
-    at::TensorList grads,
-    at::TensorList momentum_buffer_list,
-    at::TensorList master_params,
-    double weight_decay,
-    double momentum,
-    L lr,
-    double dampening,
-    bool nesterov,
-    bool maximize,
-    bool is_first_step,
-    const OptionalTensor& grad_scale,
-    const OptionalTensor& found_inf,
-    c10::string_view reduce,
-    std::optional<double> weight,
-    bool block_skip,
-    c10::string_view group_name) {
-  HyperArguments h{Lr(lr), {}};
-  h.rest.weight_decay = weight_decay;
-  h.rest.momentum = momentum;
-  h.rest.dampening = dampening;
-  h.rest.nesterov = nesterov;
-  h.rest.maximize = maximize;
-  h.rest.first_step = is_first_step;
-  StepArguments a = arguments(
-      OpCode::kFusedSgd,
-      {params,
-       grads,
-       master_params,
-       grad_scale,
-       found_inf,
-       reduce,
-       weight,
-       block_skip},
-      std::move(h));
-  a.states = {momentum_buffer_list.vec()};
-  run(std::move(a), group_name);
-}
-
-template <OpCode op, typename L>
-void adam(
-    at::TensorList params,
-    at::TensorList grads,
-    at::TensorList exp_avgs,
-    at::TensorList exp_avg_sqs,
-    at::TensorList max_exp_avg_sqs,
-    at::TensorList state_steps,
-    at::TensorList master_params,
-    L lr,
-    double beta1,
-    double beta2,
-    double weight_decay,
-    double eps,
-    bool amsgrad,
-    bool maximize,
-    const OptionalTensor& grad_scale,
-    const OptionalTensor& found_inf,
-    c10::string_view reduce,
-    std::optional<double> weight,
-    bool block_skip,
-    c10::string_view group_name) {
-  HyperArguments h{Lr(lr), {}};
-  h.rest.beta1 = beta1;
-  h.rest.beta2 = beta2;
-  h.rest.weight_decay = weight_decay;
-  h.rest.eps = eps;
-  h.rest.decoupled = op == OpCode::kFusedAdamW;
-  h.rest.amsgrad = amsgrad;
-  h.rest.maximize = maximize;
-  StepArguments a = arguments(
-      op,
-      {params,
-       grads,
-       master_params,
-       grad_scale,
-       found_inf,
-       reduce,
-       weight,
-       block_skip},
-      std::move(h));
-  a.states = {exp_avgs.vec(), exp_avg_sqs.vec(), max_exp_avg_sqs.vec()};
-  a.steps = state_steps.vec();
-  run(std::move(a), group_name);
-}
-
-template <typename L>
-void lamb(
-    at::TensorList params,
-    at::TensorList grads,
-    at::TensorList exp_avgs,
-    at::TensorList exp_avg_sqs,
-    at::TensorList state_steps,
-    at::TensorList master_params,
-    L lr,
-    double beta1,
-    double beta2,
-    double weight_decay,
-    double eps,
-    bool trust_clip,
-    bool always_adapt,
-    bool maximize,
-    const OptionalTensor& grad_scale,
-    const OptionalTensor& found_inf,
-    c10::string_view reduce,
-    std::optional<double> weight,
-    c10::string_view group_name) {
-  HyperArguments h{Lr(lr), {}};
-  h.rest.beta1 = beta1;
-  h.rest.beta2 = beta2;
-  h.rest.weight_decay = weight_decay;
-  h.rest.eps = eps;
-  h.rest.trust_clip = trust_clip;
-  h.rest.always_adapt = always_adapt;
-  h.rest.maximize = maximize;
-  StepArguments a = arguments(
-      OpCode::kFusedLamb,
-      {params, grads, master_params, grad_scale, found_inf, reduce, weight},
-      std::move(h));
-  a.states = {exp_avgs.vec(), exp_avg_sqs.vec()};
-  a.steps = state_steps.vec();
-  run(std::move(a), group_name);
 }
 
 void all_reduce(
@@ -234,6 +144,14 @@ void all_reduce_of_meta(
   reduction_named(op);
 }
 
+const auto& all_reduce_operator() {
+  static const auto handle =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("fusedpg::all_reduce_", "")
+          .typed<void(const at::Tensor&, c10::string_view, c10::string_view)>();
+  return handle;
+}
+
 void all_reduce_of_autograd(
     c10::DispatchKeySet keys,
     const at::Tensor& tensor,
@@ -251,13 +169,42 @@ void all_reduce_of_autograd(
     }
     TORCH_CHECK(false, reason);
   }
-  static const auto handle =
-      c10::Dispatcher::singleton()
-          .findSchemaOrThrow("fusedpg::all_reduce_", "")
-          .typed<void(const at::Tensor&, c10::string_view, c10::string_view)>();
   // By keys, not by a guard of the thread: handlers of signals run in this call.
-  handle.redispatch(
+  all_reduce_operator().redispatch(
       keys & c10::after_ADInplaceOrView_keyset, tensor, op, group_name);
+}
+
+// fusedpg._C.all_reduce_(tensor, op, group): calls torch.ops.fusedpg.all_reduce_
+// without what torch.ops does in front of the dispatcher, which takes as long as
+// the rest of a small call. Returns False, and has done nothing, where a
+// __torch_function__ may take the call, or an argument is of no usual type.
+PyObject* call_all_reduce(
+    PyObject* /* module */,
+    PyObject* const* arguments,
+    Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  static const py::handle group_type = py::type::of<c10d::ProcessGroup>();
+  if (count != 3 || !THPVariable_CheckExact(arguments[0]) ||
+      !PyUnicode_CheckExact(arguments[1]) ||
+      !py::type::handle_of(arguments[2]).is(group_type) ||
+      at::impl::torch_function_mode_enabled()) {
+    Py_RETURN_FALSE;
+  }
+  Py_ssize_t length = 0;
+  const char* op = PyUnicode_AsUTF8AndSize(arguments[1], &length);
+  if (op == nullptr) {
+    throw python_error();
+  }
+  const auto group =
+      py::handle(arguments[2]).cast<c10::intrusive_ptr<c10d::ProcessGroup>>();
+  const at::Tensor& tensor = THPVariable_Unpack(arguments[0]);
+  const std::string& name = group->getGroupName();
+  {
+    const py::gil_scoped_release no_gil;
+    all_reduce_operator().call(tensor, {op, static_cast<size_t>(length)}, name);
+  }
+  Py_RETURN_TRUE;
+  END_HANDLE_TH_ERRORS
 }
 
 void check_meta(const c10::OperatorHandle& op, const at::Tensor& t) {
@@ -344,30 +291,45 @@ TORCH_LIBRARY(fusedpg, m) {
 
 namespace {
 
-void implement(torch::Library& m) {
-  using Tensor = const at::Tensor&;
-  m.impl("all_reduce_", &all_reduce);
-  m.impl("fused_sgd_", &sgd<double>);
-  m.impl("fused_sgd_.tensor_lr", &sgd<Tensor>);
-  m.impl("fused_adam_", &adam<OpCode::kFusedAdam, double>);
-  m.impl("fused_adam_.tensor_lr", &adam<OpCode::kFusedAdam, Tensor>);
-  m.impl("fused_adamw_", &adam<OpCode::kFusedAdamW, double>);
-  m.impl("fused_adamw_.tensor_lr", &adam<OpCode::kFusedAdamW, Tensor>);
-  m.impl("fused_lamb_", &lamb<double>);
-  m.impl("fused_lamb_.tensor_lr", &lamb<Tensor>);
+template <c10::BoxedKernel::BoxedKernelFunction* kernel>
+void implement_steps(torch::Library& m) {
+  for (const char* name :
+       {"fused_sgd_", "fused_adam_", "fused_adamw_", "fused_lamb_"}) {
+    for (const char* overload : {"", ".tensor_lr"}) {
+      m.impl(
+          (std::string(name) + overload).c_str(),
+          torch::CppFunction::makeFromBoxedFunction<kernel>());
+    }
+  }
 }
 
 } // namespace
 
 TORCH_LIBRARY_IMPL(fusedpg, CPU, m) {
-  implement(m);
+  m.impl("all_reduce_", &all_reduce);
+  implement_steps<&step>(m);
 }
 TORCH_LIBRARY_IMPL(fusedpg, CUDA, m) {
-  implement(m);
+  m.impl("all_reduce_", &all_reduce);
+  implement_steps<&step>(m);
 }
 
 TORCH_LIBRARY_IMPL(fusedpg, Autograd, m) {
   m.impl("all_reduce_", &all_reduce_of_autograd);
+}
+
+void bind_operators(py::module_& m) {
+  static PyMethodDef methods[] = {
+      {"all_reduce_",
+       reinterpret_cast<PyCFunction>(
+           reinterpret_cast<void (*)()>(&call_all_reduce)),
+       METH_FASTCALL,
+       "fusedpg.all_reduce_(tensor, op, group), where that is plain; returns "
+       "whether it is."},
+      {}};
+  if (PyModule_AddFunctions(m.ptr(), methods) != 0) {
+    throw py::error_already_set();
+  }
 }
 
 // torch would reduce a copy without the bit, and expects a result to copy back.
@@ -381,14 +343,7 @@ TORCH_LIBRARY_IMPL(fusedpg, Negative, m) {
 
 TORCH_LIBRARY_IMPL(fusedpg, Meta, m) {
   m.impl("all_reduce_", &all_reduce_of_meta);
-  for (const char* name :
-       {"fused_sgd_", "fused_adam_", "fused_adamw_", "fused_lamb_"}) {
-    for (const char* overload : {"", ".tensor_lr"}) {
-      m.impl(
-          (std::string(name) + overload).c_str(),
-          torch::CppFunction::makeFromBoxedFunction<&nothing>());
-    }
-  }
+  implement_steps<&nothing>(m);
 }
 
 } // namespace fusedpg
