@@ -8,6 +8,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from fusedpg import _registration
 from fusedpg._refusal import telling
 from fusedpg._registration import BACKEND, load_extension
 from fusedpg._types import GroupInfo, Stats
@@ -172,6 +173,11 @@ def all_reduce_(
     elif cast("object", group) == dist.GroupMember.NON_GROUP_MEMBER:
         dist.distributed_c10d._warn_not_in_group("all_reduce_")
         return
+    # What torch.ops does takes as long as the rest of a small call. Dynamo knows that alone.
+    if not torch.compiler.is_dynamo_compiling():
+        module = _registration._extension
+        if module is not None and module.all_reduce_(tensor, op, group):
+            return
     try:
         operator = _OPERATORS.all_reduce_.default
     except AttributeError:  # no group of ours has loaded it

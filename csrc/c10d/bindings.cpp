@@ -5,23 +5,15 @@
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
-#include <torch/csrc/utils/pybind.h>
-
 #include "base/ownership.hpp"
-#include "c10d/compress.hpp"
+#include "c10d/bindings.hpp"
 #include "c10d/default_kernels.hpp"
 #include "c10d/delegate.hpp"
-#include "c10d/earlier_calls.hpp"
 #include "c10d/errors.hpp"
-#include "c10d/gradients.hpp"
-#include "c10d/prepared_program.hpp"
 #include "c10d/process_group_fused.hpp"
 #include "c10d/tensors.hpp"
-#include "c10d/udp_worker.hpp"
 #include "cuda/cuda_api.hpp"
 #include "host/domain.hpp"
-
-namespace py = pybind11;
 
 namespace fusedpg {
 namespace {
@@ -141,8 +133,9 @@ py::dict stats_dict(const Stats& stats, const Waits& waits, int rank) {
 
 void bind_options(py::module_& m) {
   using Options = ProcessGroupFused::Options;
-  py::class_<Options, c10::intrusive_ptr<Options>, c10d::Backend::Options>(
-      m, "Options")
+  py::class_<Options, c10::intrusive_ptr<Options>, c10d::Backend::Options>
+      options(m, "Options");
+  options
       .def(
           py::init([](Milliseconds timeout,
                       std::optional<int64_t> arena_bytes,
@@ -227,47 +220,33 @@ void bind_options(py::module_& m) {
       .def_property_readonly(
           "_devices", [](const Options&) { return py::list(); })
       .def_readonly("_gloo_for_cuda", &Options::gloo_for_cuda)
-      .def_property_readonly(
-          "cuda_chunk_bytes",
-          [](const Options& o) { return o.engine.cuda_chunk_bytes; })
-      .def_property_readonly(
-          "cuda_arena_bytes",
-          [](const Options& o) { return o.engine.cuda_arena_bytes; })
-      .def_property_readonly(
-          "nccl", [](const Options& o) { return o.engine.nccl; })
       .def_readonly("nccl_options", &Options::nccl_options)
-      .def_property_readonly(
-          "half_sums", [](const Options& o) { return o.engine.half_sums; })
-      .def_property_readonly(
-          "transport", [](const Options& o) { return o.engine.transport; })
-      .def_property_readonly(
-          "order", [](const Options& o) { return o.engine.order; })
-      .def_property_readonly(
-          "aggregators", [](const Options& o) { return o.engine.aggregators; })
-      .def_property_readonly(
-          "aggregate", [](const Options& o) { return o.engine.aggregate; })
-      .def_property_readonly(
-          "aggregate_rates",
-          [](const Options& o) { return o.engine.aggregate_rates; })
-      .def_property_readonly(
-          "aggregate_message_bytes",
-          [](const Options& o) { return o.engine.aggregate_message_bytes; })
-      .def_property_readonly(
-          "arena_bytes", [](const Options& o) { return o.engine.arena_bytes; })
-      .def_property_readonly(
-          "threads", [](const Options& o) { return o.engine.threads; })
-      .def_property_readonly(
-          "nan_check", [](const Options& o) { return o.engine.nan_check; })
-      .def_property_readonly(
-          "block_skip", [](const Options& o) { return o.engine.block_skip; })
-      .def_property_readonly(
-          "block_size", [](const Options& o) { return o.engine.block_size; })
       .def(
           "__copy__",
           [](const Options& o) { return c10::make_intrusive<Options>(o); })
       .def("__deepcopy__", [](const Options& o, const py::dict&) {
         return c10::make_intrusive<Options>(o);
       });
+  using Engine = fusedpg::Options;
+  const auto read_only = [&](const char* name, auto member) {
+    options.def_property_readonly(
+        name, [member](const Options& o) { return o.engine.*member; });
+  };
+  read_only("arena_bytes", &Engine::arena_bytes);
+  read_only("threads", &Engine::threads);
+  read_only("nan_check", &Engine::nan_check);
+  read_only("block_skip", &Engine::block_skip);
+  read_only("block_size", &Engine::block_size);
+  read_only("cuda_chunk_bytes", &Engine::cuda_chunk_bytes);
+  read_only("cuda_arena_bytes", &Engine::cuda_arena_bytes);
+  read_only("nccl", &Engine::nccl);
+  read_only("half_sums", &Engine::half_sums);
+  read_only("transport", &Engine::transport);
+  read_only("order", &Engine::order);
+  read_only("aggregators", &Engine::aggregators);
+  read_only("aggregate", &Engine::aggregate);
+  read_only("aggregate_rates", &Engine::aggregate_rates);
+  read_only("aggregate_message_bytes", &Engine::aggregate_message_bytes);
 }
 
 c10::intrusive_ptr<c10d::Work> fused_step_(
@@ -719,6 +698,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_gradients(m);
   bind_step_lists(m);
   bind_group(m);
+  bind_operators(m);
   compress_bindings::bind(m);
   bind_udp_worker(m);
   bind_prepared_programs(m);

@@ -4,7 +4,7 @@
 // parameters, and `numels`, the parameters' sizes. A residual is one tensor. A
 // message has, kind by kind, what the parameters have of it, one after the
 // other. A tensor without `numels` is a unit of one parameter.
-#include "c10d/compress.hpp"
+#include "c10d/bindings.hpp"
 
 #include <algorithm>
 #include <cmath>
@@ -17,7 +17,6 @@
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <pybind11/stl.h>
-#include <torch/csrc/utils/pybind.h>
 
 #include "base/error.hpp"
 #include "c10d/default_kernels.hpp"

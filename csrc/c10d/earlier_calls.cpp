@@ -1,4 +1,4 @@
-#include "c10d/earlier_calls.hpp"
+#include "c10d/bindings.hpp"
 
 #include <algorithm>
 #include <bit>
@@ -14,15 +14,12 @@
 #include <c10/core/DefaultDtype.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/autograd/python_variable.h>
-#include <torch/csrc/utils/pybind.h>
 
 #include "base/options.hpp"
 #include "c10d/errors.hpp"
 
 namespace fusedpg {
 namespace {
-
-namespace py = pybind11;
 
 // This thread's state that decides which types torch's functions give on CPUs.
 struct Ambient {

@@ -1,16 +1,13 @@
 // Gradients of many parameters at once, and the hook that sees each of them:
 // what fusedpg/optim/_bridge.py would do parameter by parameter in Python.
 
-#include "c10d/gradients.hpp"
+#include "c10d/bindings.hpp"
 
 #include <pybind11/stl.h>
 
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_hook.h>
 #include <torch/csrc/autograd/python_variable.h>
-#include <torch/csrc/utils/pybind.h>
-
-namespace py = pybind11;
 
 namespace fusedpg {
 namespace {
@@ -245,8 +242,8 @@ const at::Tensor& tensor_at(const py::list& list, size_t i) {
 }
 
 void bind_gradients(py::module_& m) {
-  py::class_<Watch>(m, "GradientWatch")
-      .def(py::init<>())
+  py::class_<Watch> watch(m, "GradientWatch");
+  watch.def(py::init<>())
       .def("add", &Watch::add)
       .def("look", &Watch::look)
       .def("take", &Watch::take)
@@ -257,29 +254,21 @@ void bind_gradients(py::module_& m) {
       .def("forget", &Watch::forget)
       .def("used", [](Watch& w, size_t i) { return w[i].used; })
       .def("own", [](Watch& w, size_t i, bool owned) { w[i].owned = owned; })
-      .def(
-          "set_view",
-          [](Watch& w, size_t i, at::Tensor view) {
-            w[i].view = std::move(view);
-          })
-      .def_property(
-          "armed",
-          [](const Watch& w) { return w.state->armed; },
-          [](Watch& w, bool armed) { w.state->armed = armed; })
-      .def_property(
-          "takes",
-          [](const Watch& w) { return w.state->takes; },
-          [](Watch& w, bool takes) { w.state->takes = takes; })
-      .def_property(
-          "as_view",
-          [](const Watch& w) { return w.state->as_view; },
-          [](Watch& w, bool as_view) { w.state->as_view = as_view; })
-      .def_property(
-          "before",
-          [](const Watch& w) { return w.state->before; },
-          [](Watch& w, py::object before) {
-            w.state->before = std::move(before);
-          });
+      .def("set_view", [](Watch& w, size_t i, at::Tensor view) {
+        w[i].view = std::move(view);
+      });
+  const auto state = [&](const char* name, auto member) {
+    watch.def_property(
+        name,
+        [member](const Watch& w) { return w.state.get()->*member; },
+        [member](Watch& w, std::decay_t<decltype(State().*member)> value) {
+          w.state.get()->*member = std::move(value);
+        });
+  };
+  state("armed", &State::armed);
+  state("takes", &State::takes);
+  state("as_view", &State::as_view);
+  state("before", &State::before);
   m.def("same_objects", &same_objects);
   m.def("set_gradients", &set_gradients, py::arg("params"), py::arg("grads"));
   m.def("have_gradients", &have_gradients);

@@ -2,10 +2,16 @@
 // front of, as operators that torch.compile and export understand. They are
 // synchronous; groups are named.
 
-#include <torch/library.h>
+#include <string>
+#include <string_view>
 
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/library.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
+#include "c10d/bindings.hpp"
 #include "c10d/process_group_fused.hpp"
 
 namespace fusedpg {
@@ -50,11 +56,14 @@ void set_hyper(StepHyper& h, std::string_view name, const c10::IValue& value) {
   if (name == "is_first_step") { // torch's name
     name = "first_step";
   }
+  bool found = false;
   kernels::for_each_hyper(h, [&](std::string_view known, auto& member) {
     if (name == known) {
       member = value.to<std::decay_t<decltype(member)>>();
+      found = true;
     }
   });
+  TORCH_INTERNAL_ASSERT(found, "fused: no hyperparameter is called ", name);
 }
 
 // One function for all steps: schema() gives their arguments these names. A
@@ -136,6 +145,14 @@ void all_reduce_of_meta(
   reduction_named(op);
 }
 
+const auto& all_reduce_operator() {
+  static const auto handle =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("fusedpg::all_reduce_", "")
+          .typed<void(const at::Tensor&, c10::string_view, c10::string_view)>();
+  return handle;
+}
+
 void all_reduce_of_autograd(
     c10::DispatchKeySet keys,
     const at::Tensor& tensor,
@@ -153,13 +170,42 @@ void all_reduce_of_autograd(
     }
     TORCH_CHECK(false, reason);
   }
-  static const auto handle =
-      c10::Dispatcher::singleton()
-          .findSchemaOrThrow("fusedpg::all_reduce_", "")
-          .typed<void(const at::Tensor&, c10::string_view, c10::string_view)>();
   // By keys, not by a guard of the thread: handlers of signals run in this call.
-  handle.redispatch(
+  all_reduce_operator().redispatch(
       keys & c10::after_ADInplaceOrView_keyset, tensor, op, group_name);
+}
+
+// fusedpg._C.all_reduce_(tensor, op, group): calls torch.ops.fusedpg.all_reduce_
+// without what torch.ops does in front of the dispatcher, which takes as long as
+// the rest of a small call. Returns False, and has done nothing, where a
+// __torch_function__ may take the call, or an argument is of no usual type.
+PyObject* call_all_reduce(
+    PyObject* /* module */,
+    PyObject* const* arguments,
+    Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  static const py::handle group_type = py::type::of<c10d::ProcessGroup>();
+  if (count != 3 || !THPVariable_CheckExact(arguments[0]) ||
+      !PyUnicode_CheckExact(arguments[1]) ||
+      !py::type::handle_of(arguments[2]).is(group_type) ||
+      at::impl::torch_function_mode_enabled()) {
+    Py_RETURN_FALSE;
+  }
+  Py_ssize_t length = 0;
+  const char* op = PyUnicode_AsUTF8AndSize(arguments[1], &length);
+  if (op == nullptr) {
+    throw python_error();
+  }
+  const auto group =
+      py::handle(arguments[2]).cast<c10::intrusive_ptr<c10d::ProcessGroup>>();
+  const at::Tensor& tensor = THPVariable_Unpack(arguments[0]);
+  const std::string& name = group->getGroupName();
+  {
+    const py::gil_scoped_release no_gil;
+    all_reduce_operator().call(tensor, {op, static_cast<size_t>(length)}, name);
+  }
+  Py_RETURN_TRUE;
+  END_HANDLE_TH_ERRORS
 }
 
 void check_meta(const c10::OperatorHandle& op, const at::Tensor& t) {
@@ -239,6 +285,20 @@ TORCH_LIBRARY_IMPL(fusedpg, CUDA, m) {
 
 TORCH_LIBRARY_IMPL(fusedpg, Autograd, m) {
   m.impl("all_reduce_", &all_reduce_of_autograd);
+}
+
+void bind_operators(py::module_& m) {
+  static PyMethodDef methods[] = {
+      {"all_reduce_",
+       reinterpret_cast<PyCFunction>(
+           reinterpret_cast<void (*)()>(&call_all_reduce)),
+       METH_FASTCALL,
+       "fusedpg.all_reduce_(tensor, op, group), where that is plain; returns "
+       "whether it is."},
+      {}};
+  if (PyModule_AddFunctions(m.ptr(), methods) != 0) {
+    throw py::error_already_set();
+  }
 }
 
 // torch would reduce a copy without the bit, and expects a result to copy back.

@@ -1,4 +1,4 @@
-#include "c10d/prepared_program.hpp"
+#include "c10d/bindings.hpp"
 
 #include <algorithm>
 #include <array>
@@ -10,7 +10,6 @@
 
 #include <ATen/ATen.h>
 #include <pybind11/stl.h>
-#include <torch/csrc/utils/pybind.h>
 
 #include "c10d/process_group_fused.hpp"
 #include "c10d/tensor_memory.hpp"
@@ -18,8 +17,6 @@
 
 namespace fusedpg {
 namespace {
-
-namespace py = pybind11;
 
 using Tensors = std::vector<at::Tensor>;
 

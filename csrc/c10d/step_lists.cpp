@@ -9,15 +9,12 @@
 #include <pybind11/stl.h>
 
 #include <torch/csrc/autograd/python_variable.h>
-#include <torch/csrc/utils/pybind.h>
 
 #include "base/ownership.hpp"
+#include "c10d/bindings.hpp"
 #include "c10d/default_kernels.hpp"
-#include "c10d/gradients.hpp"
 #include "c10d/tensor_memory.hpp"
 #include "c10d/tensors.hpp"
-
-namespace py = pybind11;
 
 namespace fusedpg {
 namespace {

@@ -1,5 +1,5 @@
 // A worker of SwitchML's protocol for Python (fusedpg/aggregation/_backends.py), which takes tensors.
-#include "c10d/udp_worker.hpp"
+#include "c10d/bindings.hpp"
 
 #include <memory>
 

@@ -16,6 +16,7 @@ CHECKS = [
     op.strides,
     op.bits_of_views,
     op.beside_the_other_call,
+    op.seen,
     op.outsiders,
     op.order,
     op.refused,

@@ -181,6 +181,11 @@ class CpuRoute : public Route {
     return nullptr;
   }
 
+  // Of several tensors: see AllReduce.
+  WorkPtr all_reduce_dense(
+      const Tensors& tensors,
+      const c10d::AllreduceOptions& opts,
+      bool together);
   // How a call combines contributions. A group that serves "gloo" refuses means
   // of integers, as Gloo does.
   kernels::ReduceArgs reduction_of(

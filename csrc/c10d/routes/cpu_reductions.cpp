@@ -103,22 +103,20 @@ WorkPtr CpuRoute::allreduce(
     return allreduce_sparse(tensors, opts);
   }
   check_alike("all_reduce", tensors);
-  check_reduced(tensors);
-  return run(
-      group_.info(c10d::OpType::ALLREDUCE, "fused:all_reduce", opts),
-      tensors,
-      tensors,
-      AllReduce{
-          group_.kernels,
-          tensors,
-          reduction_of(opts.reduceOp, tensors[0].scalar_type()),
-          /*together=*/true});
+  return all_reduce_dense(tensors, opts, /*together=*/true);
 }
 
 WorkPtr CpuRoute::allreduce_coalesced(
     Tensors& tensors,
     const c10d::AllreduceCoalescedOptions& opts) {
   TORCH_CHECK_VALUE(!tensors.empty(), "fused: all_reduce: no tensor given");
+  return all_reduce_dense(tensors, opts, /*together=*/false);
+}
+
+WorkPtr CpuRoute::all_reduce_dense(
+    const Tensors& tensors,
+    const c10d::AllreduceOptions& opts,
+    bool together) {
   check_reduced(tensors);
   return run(
       group_.info(c10d::OpType::ALLREDUCE, "fused:all_reduce", opts),
@@ -128,7 +126,7 @@ WorkPtr CpuRoute::allreduce_coalesced(
           group_.kernels,
           tensors,
           reduction_of(opts.reduceOp, tensors[0].scalar_type()),
-          /*together=*/false});
+          together});
 }
 
 WorkPtr CpuRoute::allreduce_sparse(

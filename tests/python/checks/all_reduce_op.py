@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedpg
 from checks.cases import REDUCIBLE, supported, values
@@ -85,6 +89,50 @@ def beside_the_other_call(context: Context) -> None:
         else:
             fusedpg.all_reduce_(got)
         assert torch.equal(got, expected), dtype
+
+
+class Seen(torch.Tensor):
+    """A subclass that notes the functions of torch that it passes through."""
+
+    functions: ClassVar[list[Any]] = []
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.functions.append(func)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class Functions(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        Seen.functions.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+class Dispatches(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        Seen.functions.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def seen(context: Context) -> None:
+    """Modes, subclasses and the profiler see the operator, which other calls reach directly."""
+    operator = torch.ops.fusedpg.all_reduce_.default
+    given = torch.ones(8)
+    for around, tensor in (
+        (Functions(), given),
+        (Dispatches(), given),
+        (contextlib.nullcontext(), given.as_subclass(Seen)),
+    ):
+        Seen.functions.clear()
+        tensor.fill_(1)
+        with around:
+            fusedpg.all_reduce_(tensor)
+        assert Seen.functions.count(operator) == 1, (around, Seen.functions)
+        assert torch.equal(given, torch.full((8,), float(context.world_size)))
+    with torch.profiler.profile() as profile:
+        fusedpg.all_reduce_(given)
+    names = {event.key for event in profile.key_averages()}
+    assert {"fusedpg::all_reduce_", "fused:all_reduce"} <= names, names
 
 
 def outsiders(context: Context) -> None:
