@@ -6,11 +6,13 @@
 Three parts; the arms of each run in turn:
 
     decode  greedy decoding, one token after the other, batch 1; a sample is `--tokens` tokens.
-            "one process": the whole model on rank 0, by one thread, or by as many as there are
-            ranks, while the others sleep. "DTensor on": torch's styles of a plan, on either
-            backend. "layers": the same plan with our styles. "plain lines on": weights cut by
-            hand, and `dist.all_reduce` in a forward hook behind o_proj and down_proj. All arms
-            choose the same tokens, or the benchmark ends before it times anything
+            "one process": the whole model on rank 0, by one thread, or by one for each core, while
+            the others sleep. "tp_plan on": the plan that transformers has for the model, on either
+            backend. "DTensor on": torch's styles of a plan. "layers": the same plan with our
+            styles. "plain lines on": weights cut by hand, and `dist.all_reduce` in a forward hook
+            behind o_proj and down_proj. All arms choose the same tokens, or the benchmark ends
+            before it times anything
+    prefill the same arms, for the first token behind a prompt of `--prompt` tokens
     layers  one layer of width x width, without gradients: ours and the plain lines of the same
             numbers (`F.linear`, `dist.all_reduce`, `+=`, the norm), bit for bit. "plain lines
             again" is a second arm of the first kind: what it differs by is noise
@@ -18,12 +20,14 @@ Three parts; the arms of each run in turn:
             in it, the functional all_reduce with its wait: the part that a backend's own kernels
             for `_c10d_functional` could take off; and the clone that they would have to make, too
 
---world-size is the number of ranks. Every rank has one thread.
+--world-size is the number of ranks. Every rank has one thread. Decode and prefill need transformers
+(`pip install transformers`; "tp_plan" needs 5.17), and are left out without it.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -40,8 +44,8 @@ import _harness as harness
 from _harness import Bar, Context, Row
 
 PLAIN, AGAIN, OURS = "plain lines on fused", "plain lines again", "layers"
-ALONE, ALONE_THREADS = "one process, 1 thread", "one process, a thread a rank"
-PARTS = ("layers", "decode", "dispatch")
+ALONE, ALONE_THREADS = "one process, 1 thread", "one process, all threads"
+PARTS = ("layers", "decode", "prefill", "dispatch")
 TOKENS = (1, 16, 256)
 COLUMNS = [f"self_attn.{x}_proj" for x in "qkv"] + ["mlp.gate_proj", "mlp.up_proj"]
 ROWS = ["self_attn.o_proj", "mlp.down_proj"]
@@ -54,6 +58,7 @@ def main() -> int:
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=16)
+    parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     args = parser.parse_args()
     args.parts = args.parts.split(",")
@@ -71,7 +76,8 @@ def main() -> int:
 def worker(context: Context, args: argparse.Namespace) -> list[Row]:
     parts: dict[str, Callable[[Context, argparse.Namespace], list[Row]]] = {
         "layers": layers,
-        "decode": decode,
+        "decode": partial(llm, "decode"),
+        "prefill": partial(llm, "prefill"),
         "dispatch": dispatch,
     }
     return [row for name in args.parts for row in parts[name](context, args)]
@@ -190,7 +196,26 @@ def by_hand(model: Any, group: dist.ProcessGroup, context: Context) -> Any:
     return model
 
 
-def decode(context: Context, args: argparse.Namespace) -> list[Row]:
+def by_tp_plan(model: Any, group: dist.ProcessGroup) -> Any:
+    """As `from_pretrained(..., tp_plan="auto")` does; None with a transformers that is older."""
+    try:
+        from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+        from transformers.distributed.configuration_utils import DistributedConfig
+    except ImportError:
+        return None
+    size = dist.get_world_size(group)
+    plan, *_ = model._resolve_parallel_plans(DistributedConfig(tp_size=size))
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
+    return apply_tensor_parallelism(model, mesh, plan)
+
+
+def llm(part: str, context: Context, args: argparse.Namespace) -> list[Row]:
+    try:
+        import transformers  # noqa: F401
+    except ImportError:
+        if context.rank == 0:
+            print(f"no {part}: it needs transformers (pip install transformers)", file=sys.stderr)
+        return []
     from fusedpg import tensor_parallel
 
     fused, gloo = (context.groups[name] for name in ("fused", "gloo"))
@@ -200,9 +225,12 @@ def decode(context: Context, args: argparse.Namespace) -> list[Row]:
         "plain lines on gloo": by_hand(llama(args), gloo, context),
         "DTensor on fused": spread(llama(args), torch_styles, fused),
         "DTensor on gloo": spread(llama(args), torch_styles, gloo),
+        "tp_plan on fused": by_tp_plan(llama(args), fused),
+        "tp_plan on gloo": by_tp_plan(llama(args), gloo),
     }
     whole = llama(args)
-    prompt, count = torch.arange(1, 9)[None], args.tokens
+    length, count = (8, args.tokens) if part == "decode" else (args.prompt, 1)
+    prompt = (torch.arange(length)[None] * 7 + 1) % 1000
 
     def generate(model: Any) -> Tensor:
         tokens: Tensor = model.generate(
@@ -212,7 +240,9 @@ def decode(context: Context, args: argparse.Namespace) -> list[Row]:
 
     want = generate(whole)
     for name, model in models.items():
-        harness.require(torch.equal(generate(model), want), f"{name}: other tokens than the whole")
+        if model is not None:
+            same = torch.equal(generate(model), want)
+            harness.require(same, f"{part}, {name}: other tokens than the whole")
 
     def alone(threads: int) -> None:
         if context.rank == 0:
@@ -221,15 +251,16 @@ def decode(context: Context, args: argparse.Namespace) -> list[Row]:
             torch.set_num_threads(1)
 
     arms: dict[str, Callable[[], object]] = {
-        name: partial(generate, model) for name, model in models.items()
+        name: partial(generate, model) for name, model in models.items() if model is not None
     }
     arms[ALONE] = partial(alone, 1)
-    arms[ALONE_THREADS] = partial(alone, context.world_size)
-    size = args.width * getattr(torch, args.dtype).itemsize
-    rows = harness.measure(context, arms, case="decode", size=size, rounds=args.rounds)
+    arms[ALONE_THREADS] = partial(alone, len(os.sched_getaffinity(0)))
+    size = (1 if part == "decode" else length) * args.width * getattr(torch, args.dtype).itemsize
+    rows = harness.measure(context, arms, case=part, size=size, rounds=args.rounds)
     if context.rank == 0:
         for row in rows:
-            print(f"{row.arm}: {1e3 * row.median / count:.1f} ms a token")
+            unit = "a token" if part == "decode" else f"for {length} tokens"
+            print(f"{part}, {row.arm}: {1e3 * row.median / count:.1f} ms {unit}")
     return rows
 
 
