@@ -101,6 +101,8 @@ ARMS = {
     "gloo all_reduce + send": "Gloo: all_reduce, operations, send",
     "all_reduce + send": "fused: all_reduce, operations, send",
     "slices sent": "slices sent, and gathered",
+    "in chunks": "one operation, in chunks beside the send",
+    "stage 0 alone": "what stage 0 computes, without the send",
     "one by one": "each waited for",
     "two on their way": "the next begun before each wait",
     # tensor_parallel
@@ -130,6 +132,7 @@ CASES = {
     "rows": "512 rows times a weight, summed",
     "epilogue": "all_reduce + bias, dropout, + residual",
     "segment": "to the next stage",
+    "product": "a product, to the next stage",
     "step": "DDP step, MLP, 25 M parameters",
     "micro-batches": "16 micro-batches",
 }

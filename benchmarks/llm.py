@@ -6,11 +6,13 @@
 Three parts; the arms of each run in turn:
 
     decode  greedy decoding, one token after the other, batch 1; a sample is `--tokens` tokens.
-            "one process": the whole model on rank 0, by one thread, or by as many as there are
-            ranks, while the others sleep. "DTensor on": torch's styles of a plan, on either
-            backend. "layers": the same plan with our styles. "plain lines on": weights cut by
-            hand, and `dist.all_reduce` in a forward hook behind o_proj and down_proj. All arms
-            choose the same tokens, or the benchmark ends before it times anything
+            "one process": the whole model on rank 0, by one thread, or by one for each core, while
+            the others sleep. "tp_plan on": the plan that transformers has for the model, on either
+            backend. "DTensor on": torch's styles of a plan. "layers": the same plan with our
+            styles. "plain lines on": weights cut by hand, and `dist.all_reduce` in a forward hook
+            behind o_proj and down_proj. All arms choose the same tokens, or the benchmark ends
+            before it times anything
+    prefill the same arms, for the first token behind a prompt of `--prompt` tokens
     layers  one layer of width x width, without gradients: ours and the plain lines of the same
             numbers (`F.linear`, `dist.all_reduce`, `+=`, the norm), bit for bit. "plain lines
             again" is a second arm of the first kind: what it differs by is noise
@@ -18,12 +20,15 @@ Three parts; the arms of each run in turn:
             in it, the functional all_reduce with its wait: the part that a backend's own kernels
             for `_c10d_functional` could take off; and the clone that they would have to make, too
 
---world-size is the number of ranks. Every rank has one thread.
+--world-size is the number of ranks. Every rank has one thread. Decode and prefill need transformers
+(`pip install transformers`; "tp_plan" needs 5.17), and are left out without it.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
+import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -40,8 +45,8 @@ import _harness as harness
 from _harness import Bar, Context, Row
 
 PLAIN, AGAIN, OURS = "plain lines on fused", "plain lines again", "layers"
-ALONE, ALONE_THREADS = "one process, 1 thread", "one process, a thread a rank"
-PARTS = ("layers", "decode", "dispatch")
+ALONE, ALONE_THREADS = "one process, 1 thread", "one process, all threads"
+PARTS = ("layers", "decode", "prefill", "dispatch")
 TOKENS = (1, 16, 256)
 COLUMNS = [f"self_attn.{x}_proj" for x in "qkv"] + ["mlp.gate_proj", "mlp.up_proj"]
 ROWS = ["self_attn.o_proj", "mlp.down_proj"]
@@ -54,6 +59,7 @@ def main() -> int:
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=16)
+    parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     args = parser.parse_args()
     rows = harness.run(measure, args, args.parts)
@@ -65,7 +71,12 @@ def main() -> int:
 
 @torch.no_grad()
 def measure(context: Context, args: argparse.Namespace, part: str) -> list[Row]:
-    parts = {"layers": layers, "decode": decode, "dispatch": dispatch}
+    parts: dict[str, Callable[[Context, argparse.Namespace], list[Row]]] = {
+        "layers": layers,
+        "decode": partial(llm, "decode"),
+        "prefill": partial(llm, "prefill"),
+        "dispatch": dispatch,
+    }
     return parts[part](context, args)
 
 
@@ -179,19 +190,41 @@ def by_hand(model: Any, group: dist.ProcessGroup, context: Context) -> Any:
     return model
 
 
-def decode(context: Context, args: argparse.Namespace) -> list[Row]:
+def by_tp_plan(model: Any, group: dist.ProcessGroup) -> Any:
+    """As `from_pretrained(..., tp_plan="auto")` does; None with a transformers that is older."""
+    try:
+        from transformers.distributed.configuration_utils import DistributedConfig
+        from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+    except ImportError:
+        return None
+    size = dist.get_world_size(group)
+    plan, *_ = model._resolve_parallel_plans(DistributedConfig(tp_size=size))
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
+    return apply_tensor_parallelism(model, mesh, plan)
+
+
+def llm(part: str, context: Context, args: argparse.Namespace) -> list[Row]:
+    try:
+        import transformers  # noqa: F401
+    except ImportError:
+        if context.rank == 0:
+            print(f"no {part}: it needs transformers (pip install transformers)", file=sys.stderr)
+        return []
     from fusedpg import tensor_parallel
 
     fused, gloo = (context.groups[name] for name in ("fused", "gloo"))
-    models = {
-        OURS: spread(llama(args), tensor_parallel, fused),
-        PLAIN: by_hand(llama(args), fused, context),
-        "plain lines on gloo": by_hand(llama(args), gloo, context),
-        "DTensor on fused": spread(llama(args), torch_styles, fused),
-        "DTensor on gloo": spread(llama(args), torch_styles, gloo),
-    }
     whole = llama(args)
-    prompt, count = torch.arange(1, 9)[None], args.tokens
+    models = {
+        OURS: spread(copy.deepcopy(whole), tensor_parallel, fused),
+        PLAIN: by_hand(copy.deepcopy(whole), fused, context),
+        "plain lines on gloo": by_hand(copy.deepcopy(whole), gloo, context),
+        "DTensor on fused": spread(copy.deepcopy(whole), torch_styles, fused),
+        "DTensor on gloo": spread(copy.deepcopy(whole), torch_styles, gloo),
+        "tp_plan on fused": by_tp_plan(copy.deepcopy(whole), fused),
+        "tp_plan on gloo": by_tp_plan(copy.deepcopy(whole), gloo),
+    }
+    length, count = (8, args.tokens) if part == "decode" else (args.prompt, 1)
+    prompt = (torch.arange(length)[None] * 7 + 1) % 1000
 
     def generate(model: Any) -> Tensor:
         tokens: Tensor = model.generate(
@@ -201,18 +234,21 @@ def decode(context: Context, args: argparse.Namespace) -> list[Row]:
 
     want = generate(whole)
     for name, model in models.items():
-        harness.require(torch.equal(generate(model), want), f"{name}: other tokens than the whole")
+        if model is not None:
+            same = torch.equal(generate(model), want)
+            harness.require(same, f"{part}, {name}: other tokens than the whole")
 
     arms: dict[str, Callable[[], object]] = {
-        name: partial(generate, model) for name, model in models.items()
+        name: partial(generate, model) for name, model in models.items() if model is not None
     }
-    for name, threads in ((ALONE, 1), (ALONE_THREADS, context.world_size)):
+    for name, threads in ((ALONE, 1), (ALONE_THREADS, len(os.sched_getaffinity(0)))):
         arms[name] = partial(harness.alone, context, threads, partial(generate, whole))
-    size = args.width * getattr(torch, args.dtype).itemsize
-    rows = harness.measure(context, arms, case="decode", size=size, rounds=args.rounds)
+    size = (1 if part == "decode" else length) * args.width * getattr(torch, args.dtype).itemsize
+    rows = harness.measure(context, arms, case=part, size=size, rounds=args.rounds)
     if context.rank == 0:
         for row in rows:
-            print(f"{row.arm}: {1e3 * row.median / count:.1f} ms a token")
+            unit = "a token" if part == "decode" else f"for {length} tokens"
+            print(f"{part}, {row.arm}: {1e3 * row.median / count:.1f} ms {unit}")
     return rows
 
 

@@ -13,11 +13,14 @@ in fp32, rows of 1024 features, and every rank of stage 1 gets all of it. The ar
     as written               the same as a function of `fusedpg.fuse`, operation by operation
     slices sent              every rank sends its slice (`FuseSend`), and stage 1 gathers
     one operation            reduce-scatter and computation as one operation, its slice is sent
+    in chunks                that in 4 chunks of rows, each sent while the next is computed
 
 The first two are timed up to 16 MB. "link" is what the link needs for one whole tensor. A second
 part cuts a tensor into micro-batches of 1 MB, on which stage 1 computes gelu, and waits for each
-before the next, or begins the next one before it waits. Results are checked before anything is
-timed (dropout of the first two is torch's own, so they are compared with p = 0), and so is what
+before the next, or begins the next one before it waits. In the third part x is a product of
+`--inner` features of each rank, which takes about as long as the link does for the slices: in one
+operation, and in chunks. "stage 0 alone" is all but the send. Results are checked before anything
+is timed (dropout of the first two is torch's own, so they are compared with p = 0), and so is what
 crosses the link in both hosts' counters: slices are 1/P of the bytes of the unsliced send.
 """
 
@@ -41,21 +44,31 @@ from _harness import Bar, Context, Hosts, Row
 from between_hosts import LINK, RATES, link_row
 from collectives import case_title
 from fusedpg import fusion
-from fusedpg.fusion import AsShard, FuseCollective, FuseSend, Partial
+from fusedpg.fusion import AsShard, FuseCollective, FuseSend, Overlap, Partial, Shard
 from fusedpg.fusion.philox import kept as kept_elements
 from model_parallel import FEATURES, P, after
 
 M = 1 << 20
 RANKS, RATE = 2, "1gbit"
-SEGMENT, BATCHES = "segment", "micro-batches"
+SEGMENT, BATCHES, PRODUCT = "segment", "micro-batches", "product"
+PARTS = (SEGMENT, BATCHES, PRODUCT)
 GLOO, PLAIN = "gloo all_reduce + send", "all_reduce + send"
-WRITTEN, SLICES, ONE = "as written", "slices sent", "one operation"
+WRITTEN, SLICES, ONE, CHUNKS = "as written", "slices sent", "one operation", "in chunks"
+COMPUTED = "stage 0 alone"
 WAITED, FLYING = "one by one", "two on their way"
 SCHEDULES: dict[str, tuple[fusion.Transformation, ...]] = {
     WRITTEN: (),
     SLICES: (FuseSend(),),
     ONE: (FuseSend(), AsShard(), FuseCollective()),
+    CHUNKS: (FuseSend(), AsShard(), FuseCollective(), Overlap("send")),
 }
+RECEIVED: dict[str, tuple[fusion.Transformation, ...]] = {
+    WRITTEN: (),
+    SLICES: (FuseSend(),),
+    ONE: (FuseSend(),),
+    CHUNKS: (FuseSend(), Overlap("recv")),
+}
+IN_PRODUCT, INNER = (4 * M, 16 * M), 1024
 MOST_OF_PLAIN, BATCH, IN_BATCHES = 16 * M, M, 16 * M
 # Smaller ones are mostly headers.
 COUNTED = M
@@ -67,11 +80,24 @@ BARS = [
     for size in (M, 4 * M, 16 * M)
     for peer in (PLAIN, GLOO)
 ]
+BARS += [Bar(2 * RANKS, SEGMENT, CHUNKS, n, ONE, at_most=1.02) for n in (M, 4 * M, 16 * M)]
+BARS += [Bar(2 * RANKS, PRODUCT, CHUNKS, n, ONE, at_least=1.15) for n in IN_PRODUCT]
 
 
 @fusedpg.fuse
 def stage0(x: Partial, bias, residual, seed: int):
     return fusion.send(residual + fusion.dropout(fusion.all_reduce(x) + bias, P, seed))
+
+
+@fusedpg.fuse
+def layer(x: Shard(1), w: Shard(0), bias, residual, seed: int):
+    product = fusion.all_reduce(x @ w)
+    return fusion.send(residual + fusion.dropout(product + bias, P, seed))
+
+
+@fusedpg.fuse
+def computed(x: Shard(1), w: Shard(0), bias, residual, seed: int) -> tuple[Shard]:
+    return (residual + fusion.dropout(fusion.all_reduce(x @ w) + bias, P, seed),)
 
 
 @fusedpg.fuse
@@ -82,10 +108,12 @@ def stage1(like):
 def main() -> int:
     parser = harness.Parser(__doc__, sizes=SIZES, rounds=0)
     parser.add_argument("--rate", default=RATE, choices=[r for r in RATES if RATES[r]])
-    parser.names("--parts", (SEGMENT, BATCHES))
+    parser.names("--parts", PARTS)
+    parser.add_argument("--inner", type=int, default=INNER)
     args = parser.parse_args()
     cases = [(SEGMENT, size) for size in args.sizes if SEGMENT in args.parts]
     cases += [(BATCHES, IN_BATCHES)] * (BATCHES in args.parts)
+    cases += [(PRODUCT, size) for size in IN_PRODUCT if PRODUCT in args.parts]
     where = Hosts(2, RANKS, args.rate)
     rows = harness.run(measure, args, cases, title=case_title, hosts=where)
     args.world_size = 2 * RANKS
@@ -140,7 +168,7 @@ class Segment:
             call = stage0.scheduled(*SCHEDULES[name])
             self._call = partial(call, self.x, self.bias, self.residual, SEED, **groups)
         else:
-            call = stage1.scheduled(*SCHEDULES[name][:1])
+            call = stage1.scheduled(*RECEIVED[name])
             self._call = partial(call, self.like, **groups)
         result: Tensor = self._call()
         return None if self.first else result
@@ -172,6 +200,27 @@ class Segment:
             want = self.residual.view(-1)[part] + dropped
             close = torch.allclose(got.view(-1)[part], want, atol=1e-4)
             harness.require(close, f"{name}: {self.shape} differs from one process")
+
+
+def products(size: int, inner: int, ours: Stage) -> dict[str, Callable[[], object]]:
+    """A product before the sum: numbers that chunks and one operation have to have alike."""
+    rows = size // 4 // FEATURES
+    generator = torch.Generator().manual_seed(ours.rank)
+    x = torch.randint(-2, 3, (rows, inner), generator=generator).float()
+    w = torch.randint(-2, 3, (inner, FEATURES), generator=generator).float()
+    rest = torch.zeros(FEATURES), torch.ones(rows, FEATURES), SEED
+    groups: dict[str, Any] = {"group": ours.group, "stages": ours.stages}
+    arms: dict[str, Callable[[], object]] = {}
+    for name in (ONE, CHUNKS):
+        if ours.number == 0:
+            arms[name] = partial(layer.scheduled(*SCHEDULES[name]), x, w, *rest, **groups)
+        else:
+            arms[name] = partial(stage1.scheduled(*RECEIVED[name]), rest[1], **groups)
+    one, other = (call() for call in arms.values())
+    harness.require(torch.equal(one, other), f"{PRODUCT}, {size} bytes: other numbers in chunks")
+    alone = computed.scheduled(AsShard(), FuseCollective())
+    arms[COMPUTED] = lambda: alone(x, w, *rest, group=ours.group) if ours.number == 0 else None
+    return arms
 
 
 def batches(ours: Stage) -> dict[str, Callable[[], object]]:
@@ -209,9 +258,12 @@ def measure(context: Context, args: argparse.Namespace, of: tuple[str, int]) -> 
     (case, size), bits = of, RATES[args.rate]
     ours, gloo = context.once(Stage, "fused"), context.once(Stage, "gloo")
     assert bits is not None
-    arms = (
-        Segment(size, ours, gloo).arms(size <= MOST_OF_PLAIN) if case == SEGMENT else batches(ours)
-    )
+    if case == SEGMENT:
+        arms = Segment(size, ours, gloo).arms(size <= MOST_OF_PLAIN)
+    elif case == BATCHES:
+        arms = batches(ours)
+    else:
+        arms = products(size, args.inner, ours)
     crossing = {}
     for name, call in arms.items():
         sent, received = hosts.bytes_over_link(context, call, 1 if size > M else 3)
@@ -232,11 +284,11 @@ def check_bytes(size: int, crossing: dict[str, tuple[float, float]]) -> None:
     if size < COUNTED:
         return
     for name, both in crossing.items():
-        parts = 1 if name in (SLICES, ONE) else RANKS
+        parts = RANKS if name in (GLOO, PLAIN, WRITTEN) else 1
         for count in both:
             about = parts * size <= count <= 1.1 * parts * size
             harness.require(about, f"{name}: {count:.0f} bytes on the link for {parts} x {size}")
-    for name in (SLICES, ONE):
+    for name in (SLICES, ONE, CHUNKS):
         for mine, whole in zip(crossing[name], crossing[WRITTEN]):
             share = mine / whole
             harness.require(share <= 1 / RANKS + 0.01, f"{name}: {share:.3f} of the bytes, {size}")

@@ -244,12 +244,17 @@ class FusedFunction:
     def _of_forward(self, program: Program, forward: Program, one_host: bool) -> Schedule:
         """The schedule of a program whose backward reads more than its results.
 
-        If that is a slice, which chunks do not have, the forward does without their overlap.
+        If that is a slice, which chunks do not have, the forward does without their overlap. Only a
+        message keeps it, as the other stage has it, too.
         """
         try:
             return self._chosen(forward, one_host)
         except IllegalTransformation:
-            rest = tuple(t for t in self._transformations or () if not isinstance(t, Overlap))
+            rest = tuple(
+                t
+                for t in self._transformations or ()
+                if not isinstance(t, Overlap) or t.message(program) is not None
+            )
             if len(rest) == len(self._transformations or ()):
                 raise
             self._chosen(program, one_host)  # raises where it is illegal without gradients, too

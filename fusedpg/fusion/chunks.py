@@ -1,14 +1,14 @@
-"""A matmul and the fused collective behind it, chunk by chunk of rows.
+"""A fused collective chunk by chunk of rows, with the matmul before it or a send behind it.
 
-A chunk is a program of its own, of so many rows: it is scattered, computed and gathered while the
-next one is multiplied. Its slices are not those of the whole, so none of them may leave it.
+A chunk is a program of its own, of so many rows: it is scattered, computed and gathered or sent
+while the next one is multiplied or scattered. Its slices are not those of the whole, so none of
+them may leave it but to another stage, which takes them as those of a chunk.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 
 from fusedpg.fusion.compiled import Kernel, kernel
 from fusedpg.fusion.ir import PARTIAL, REPLICATE, Group, Layout, Node, Program
@@ -38,34 +38,42 @@ class ChunkedCollective:
         return next(node for node in self.group.nodes if node.op == "reduce_scatter")
 
     @property
-    def product(self) -> Node:
+    def contribution(self) -> Node:
         return self.scatter.operands[0]
+
+    @property
+    def products(self) -> tuple[Node, ...]:
+        """The contribution, if it is a matmul that goes in chunks, too."""
+        return (self.contribution,) if self.contribution in self.group.nodes else ()
+
+    @property
+    def sends(self) -> tuple[Node, ...]:
+        return tuple(node for node in self.program.messages if node in self.group.nodes)
 
     @functools.cached_property
     def collective(self) -> Group:
         """What follows the product, as one operation on all rows."""
-        return Group("collective", self.group.nodes - {self.product})
+        return Group("collective", self.group.nodes - {*self.products, *self.sends})
 
     @functools.cached_property
     def nodes(self) -> tuple[Node, ...]:
         return tuple(node for node in self.program.nodes if node in self.collective.nodes)
 
-    @property
+    @functools.cached_property
     def results(self) -> list[Node]:
-        return [node for node in self.nodes if node.op == "all_gather"]
+        """What is gathered, and slices that are sent."""
+        sent = [node.operands[0] for node in self.sends]
+        return [node for node in self.nodes if node.op == "all_gather" or node in sent]
 
     @functools.cached_property
     def spans(self) -> list[tuple[int, int]]:
-        """The first row of each chunk, and the row behind its last."""
-        rows = self.scatter.numel // self.scatter.shape[-1]
-        ends = [rows * number // self.group.chunks for number in range(self.group.chunks + 1)]
-        return list(itertools.pairwise(ends))
+        return self.group.spans(self.scatter.shape)
 
     @functools.cached_property
     def operands(self) -> list[Node]:
         """The tensors from outside that the computation reads."""
         read = (x for node in self.nodes for x in node.operands if not x.scalar)
-        inside = self.group.nodes
+        inside = {self.contribution, *self.nodes}
         return [x for x in dict.fromkeys(read) if x not in inside]
 
     def alike_in_rows(self, operand: Node) -> bool:
@@ -85,7 +93,7 @@ class ChunkedCollective:
         def given(value: Node, layout: Layout, shape: tuple[int, ...]) -> None:
             new[value] = Node("input", (), layout, shape, value.dtype, value.name)
 
-        given(self.product, PARTIAL, shape)
+        given(self.contribution, PARTIAL, shape)
         for value in self.operands:
             own = value.shape[-1:] if self.alike_in_rows(value) else shape
             given(value, REPLICATE, own)

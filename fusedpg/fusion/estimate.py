@@ -37,7 +37,8 @@ def seconds(program: Program) -> float:
         chunked = ChunkedCollective.of(group, program) if overlaps else None
         if group is not None and chunked is not None:
             # As if nothing were beside anything else: cores may be busy with what others compute.
-            total += _alone(chunked.product, program.world_size) + (group.chunks - 1) * _KERNEL
+            total += sum(_alone(product, program.world_size) for product in chunked.products)
+            total += (group.chunks - 1) * _KERNEL
             group, nodes = chunked.collective, chunked.nodes
         if group is None:
             total += sum(_alone(node, program.world_size) for node in nodes)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -148,6 +149,12 @@ class Group:
         title = {"compute": "fused", "collective": "fused collective", "overlap": "overlap"}
         return title[self.kind] + (f" in {self.chunks} chunks" if self.kind == "overlap" else "")
 
+    def spans(self, shape: tuple[int, ...]) -> list[tuple[int, int]]:
+        """The first row of each chunk of a value of this shape, and the row behind its last."""
+        rows = math.prod(shape[:-1])
+        ends = [rows * number // self.chunks for number in range(self.chunks + 1)]
+        return list(itertools.pairwise(ends))
+
 
 Unit = tuple["Group | None", tuple[Node, ...]]
 
@@ -226,7 +233,7 @@ class Program:
         result: list[Unit] = []
         done: set[Group | Node] = set()
         waiting = list(members)
-        awaited = [node for node in members if isinstance(node, Node) and node.op == "recv"]
+        awaited = [unit for unit, nodes in members.items() if any(x.op == "recv" for x in nodes)]
         while waiting:
             # Another stage may send only when it has received: all else comes before a recv.
             order = (*(u for u in waiting if u not in awaited), *awaited) if awaited else waiting
@@ -277,6 +284,11 @@ class Program:
     def messages(self) -> tuple[Node, ...]:
         """What goes from one pipeline stage to another."""
         return tuple(node for node in self.nodes if node.op in MESSAGES)
+
+    def overlap_of(self, message: Node) -> Group | None:
+        """The group by which a message goes in chunks, if it does."""
+        found = (g for g in self.groups if g.kind == "overlap" and message in g.nodes)
+        return next(found, None)
 
     def crossing(self) -> int:
         """The bytes of its messages, of a rank that has as much as any other."""

@@ -5,13 +5,17 @@ own program expects and answers with it: where they differ both sides raise, and
 message, so that the next one is matched right. A side that raises in the middle of a call, for this
 or another reason, says so in the headers that it has not sent and in the answers that it has not
 given, so that nobody waits for it.
+
+A value may travel in parts, each sent as soon as it is computed: one header, the parts in their
+order, and behind the last one an end. A side that raises between two parts sends zeros for those
+that are left, and the reason as the end, which is read before the last part is used.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
+import math
 import weakref
 from collections.abc import Callable, Collection, Generator, Sequence
 from typing import Any
@@ -21,12 +25,12 @@ import torch.distributed as dist
 
 from fusedpg import _fork
 from fusedpg.functional import group_info, shard_range
-from fusedpg.fusion.ir import SHARD, Node, Program, carried
+from fusedpg.fusion.ir import SHARD, Group, Node, Program, carried
 
 # A user's own messages on the group have other tags.
 _FIRST_TAG = 1 << 28
 _IN_FLIGHT = 1 << 10
-_HEADER, _VALUE, _ANSWER = range(3)
+_HEADER, _VALUE, _ANSWER, _END = range(4)
 _HEADER_BYTES = 512
 _NUMBER_BYTES = 48  # of a header, for the number
 _GIVEN_UP = "given up: "
@@ -139,10 +143,17 @@ class Messages:
         for node, number in zip(ends, numbers):
             self._open[node].start(number)
 
-    def send(self, node: Node, value: torch.Tensor) -> None:
+    def send(self, node: Node, part: torch.Tensor) -> None:
+        """Begins to send a value, or the next part of one that goes in chunks."""
         sending = self._open[node]
         assert isinstance(sending, Sending)
-        sending.begin(value)
+        sending.send(part)
+
+    def sent(self, node: Node) -> int:
+        """How many parts of a value are on their way."""
+        sending = self._open[node]
+        assert isinstance(sending, Sending)
+        return sending.sent
 
     def receive(self, node: Node) -> Steps:
         receiving = self._open[node]
@@ -150,6 +161,12 @@ class Messages:
         value = yield from receiving.finish()
         del self._open[node]  # the value is held no longer than its users need it
         return value
+
+    def receive_part(self, node: Node) -> Steps:
+        """The next part of a value that comes in chunks."""
+        receiving = self._open[node]
+        assert isinstance(receiving, Receiving)
+        return (yield from receiving.part())
 
     def finish(self) -> Steps:
         """Until all that has been sent has been received."""
@@ -173,12 +190,14 @@ class _Value:
     def __init__(self, program: Program, node: Node, rank: int, gradient: bool) -> None:
         """`gradient`: whether a gradient of the value is to come back."""
         value = carried(node)
+        assert value.dtype is not None
         self.dtype = value.dtype
         slices = value.layout == SHARD and program.world_size > 1
-        self.length = value.numel
-        if slices:
-            self.length = shard_range(value.numel, program.world_size, rank)[1]
-        self.shape = (self.length,) if node.layout == SHARD else node.shape
+        overlap = program.overlap_of(node)
+        chunks = 1 if overlap is None else overlap.chunks
+        ranks = program.world_size if slices else 1
+        self.lengths = _lengths(value.shape, chunks, ranks, rank if slices else 0)
+        self.shape = (sum(self.lengths),) if node.layout == SHARD else node.shape
         what = "a value whose gradient is sent back" if gradient else "a value"
         facts = {
             "kind": "a gradient" if dict(node.attributes).get("gradient") else what,
@@ -187,6 +206,7 @@ class _Value:
             "sent as": "slices" if slices else "a whole",
             "ranks of a stage": str(program.world_size),
             "rank in its stage": str(rank),
+            "parts": str(chunks),
         }
         self.facts = "\n".join(f"{key}: {fact}" for key, fact in facts.items())
         if len(self.facts) > _HEADER_BYTES - _NUMBER_BYTES:
@@ -240,9 +260,9 @@ class _Message:
     def _room(self, length: int) -> torch.Tensor:
         return torch.zeros(length, dtype=torch.uint8, device=self._device)
 
-    def _leave(self, *held: object, unseen: tuple[object, torch.Tensor] | None = None) -> None:
+    def _leave(self, *held: object, unseen: tuple[object, torch.Tensor, int] | None = None) -> None:
         """Keeps what is under way and will not be waited for."""
-        left = _Left(held, unseen, None if self._early else self._before)
+        left = _Left(held, unseen, self._before)
         with _lock:
             _left.setdefault(self._stages, {})[self._key] = left
 
@@ -278,24 +298,36 @@ class _Message:
 
 
 class Sending(_Message):
-    """A value that is on its way from `begin` on; it must not change until `finish` is done."""
+    """A value that is on its way from `send` on; it must not change until `finish` is done."""
 
     def start(self, number: int) -> None:
         super().start(number)
         self._works: list[Any] = []
+        self._held: list[torch.Tensor] = []  # what they send
+        self._lengths = [0] if self._about is None else self._about.lengths
+        self.sent = 0  # of these parts
         self._answer = self._room(_HEADER_BYTES)
 
-    def begin(self, value: torch.Tensor) -> None:
-        data = value.detach().contiguous().reshape(-1)
+    def send(self, part: torch.Tensor) -> None:
+        """The value, or the next of its parts."""
+        data = part.detach().contiguous().reshape(-1)
         # One element or none is contiguous whatever its stride, which is 0 in what was expanded.
-        self._begin(self._facts, data.as_strided(data.shape, (1,)).view(torch.uint8))
+        self._add(data.as_strided(data.shape, (1,)).view(torch.uint8))
+        if self.sent == len(self._lengths) > 1:
+            self._post(_END, self._text(self._facts))
 
-    def _begin(self, header: str, data: torch.Tensor | None) -> None:
-        self._header, self._data = self._text(header), data
-        self._works = [self._send(_HEADER, self._header)]
-        if data is not None:
-            self._works.append(self._send(_VALUE, data))
-        self._answered = self._receive(_ANSWER, self._answer)
+    def _add(self, data: torch.Tensor) -> None:
+        first = not self._works
+        if first:
+            self._post(_HEADER, self._text(self._facts))
+        self._post(_VALUE, data)
+        self.sent += 1
+        if first:
+            self._answered = self._receive(_ANSWER, self._answer)
+
+    def _post(self, part: int, data: torch.Tensor) -> None:
+        self._held.append(data)
+        self._works.append(self._send(part, data))
 
     def finish(self) -> Steps:
         """Until it has been received.
@@ -306,7 +338,7 @@ class Sending(_Message):
         yield Transfer(self._answered)
         self._told = True
         if _given_up(self._answer) is not None:
-            self._leave(*self._works, self._header, self._data)
+            self._leave(self._works, self._held)
             self._raise_given_up(self._answer)
         difference = self._difference(self._answer)
         if difference:
@@ -320,10 +352,17 @@ class Sending(_Message):
     def give_up(self, reason: str) -> None:
         if self._told:
             return
+        text = self._text(_GIVEN_UP + reason)
         if not self._works:
-            # Where the other side waits for a value already, it gets one of another size.
-            self._begin(_GIVEN_UP + reason, self._room(0) if self._early else None)
-        self._leave(*self._works, self._header, self._data, self._answered, self._answer)
+            self._post(_HEADER, text)
+            if self._early:  # the other side waits for a value: it gets one of another size
+                self._post(_VALUE, self._room(0))
+            self._answered = self._receive(_ANSWER, self._answer)
+        elif self._about is not None and self.sent < len(self._lengths):
+            for length in self._lengths[self.sent :]:
+                self._add(self._room(length * self._about.dtype.itemsize))
+            self._post(_END, text)
+        self._leave(self._works, self._held, self._answered, self._answer)
 
 
 class Receiving(_Message):
@@ -332,71 +371,109 @@ class Receiving(_Message):
     def start(self, number: int) -> None:
         super().start(number)
         about = self._about
-        shape, dtype = ((0,), torch.uint8) if about is None else (about.shape, about.dtype)
-        self._value = torch.empty(shape, dtype=dtype, device=self._device)
-        self._data = self._value.view(-1).view(torch.uint8)
-        self._header = self._room(_HEADER_BYTES)
+        lengths, dtype = ([0], torch.uint8) if about is None else (about.lengths, about.dtype)
+        self._value = torch.empty(sum(lengths), dtype=dtype, device=self._device)
+        self._parts = self._value.split(lengths)
+        self._taken = 0  # of them
+        self._header, self._last = self._room(_HEADER_BYTES), self._room(_HEADER_BYTES)
         self._announced = self._receive(_HEADER, self._header)
-        self._arriving = self._receive(_VALUE, self._data) if self._early else None
+        # What an earlier message has left is to be received before.
+        early = self._early and self._before is None
+        self._arriving = [self._of_part(self._parts[0])] if early else []
+
+    def _of_part(self, part: torch.Tensor) -> Any:
+        return self._receive(_VALUE, part.view(torch.uint8))
 
     def finish(self) -> Steps:
         """The value, when it is here; raises as the other side does."""
+        assert self._about is not None
+        for _ in self._parts:
+            yield from self.part()
+        return self._value.view(self._about.shape)
+
+    def part(self) -> Steps:
+        """The next part; the last one when all that belongs to the message is here."""
+        if not self._told:
+            yield from self._compare()
+        part, self._taken = self._parts[self._taken], self._taken + 1
+        yield Transfer(self._arriving[self._taken - 1])
+        if self._taken == len(self._parts):
+            if self._ending is not None:
+                yield Transfer(self._ending)
+                self._raise_given_up(self._last)
+            yield Transfer(self._answered)
+        return part
+
+    def _compare(self) -> Steps:
+        """Reads the header and answers; the parts are then on their way."""
         yield Transfer(self._announced)
         self._told = True
-        answer = self._text(self._facts)
-        answered = self._send(_ANSWER, answer)
+        self._answer = self._text(self._facts)
+        self._answered = self._send(_ANSWER, self._answer)
         if self._before is not None:
             self._before.drop(self._drop)
+            self._before = None
         difference = self._difference(self._header)
         if difference:
-            with contextlib.suppress(Exception):  # that sizes differ
-                if self._arriving is not None:
-                    self._arriving.wait()
-                else:
-                    self._drop(self._header)
-            answered.wait()
+            for work in self._arriving:
+                with contextlib.suppress(Exception):  # that sizes differ
+                    work.wait()
+            with contextlib.suppress(Exception):
+                self._drop(self._header, len(self._arriving))
+            self._answered.wait()
+            self._taken = len(self._parts)
             self._raise_given_up(self._header)
             raise self._mismatch(difference)
-        yield Transfer(self._arriving or self._receive(_VALUE, self._data))
-        yield Transfer(answered)
-        return self._value
+        rest = self._parts[len(self._arriving) :]
+        self._arriving += [self._of_part(part) for part in rest]
+        self._ending = self._receive(_END, self._last) if len(self._parts) > 1 else None
 
     def give_up(self, reason: str) -> None:
-        if self._told:
-            return
-        answer = self._text(_GIVEN_UP + reason)
-        held = self._send(_ANSWER, answer), answer, self._arriving, self._data
-        self._leave(*held, unseen=None if self._early else (self._announced, self._header))
+        held: list[object] = [self._arriving, self._value]
+        if not self._told:
+            answer = self._text(_GIVEN_UP + reason)
+            held += [self._send(_ANSWER, answer), answer]
+            unseen = self._announced, self._header, len(self._arriving)
+            self._leave(*held, unseen=unseen)
+        elif self._taken < len(self._parts):
+            self._leave(*held, self._ending, self._last, self._answered, self._answer)
 
-    def _drop(self, header: torch.Tensor) -> None:
-        """Receives the value behind a header that is not this program's."""
-        size = _bytes_behind(header)
-        if size is not None:
+    def _drop(self, header: torch.Tensor, posted: int) -> None:
+        """Receives what is behind a header that is not this program's.
+
+        Args:
+            posted: parts that have a receive already.
+        """
+        sizes = _sizes_behind(header, self._early)
+        for size in sizes[posted:]:
             self._receive(_VALUE, self._room(size)).wait()
+        if len(sizes) > 1:
+            self._receive(_END, self._room(_HEADER_BYTES)).wait()
 
 
 class _Left:
     """What is under way of a message that this side has given up: the other may still take it.
 
-    unseen: of a value that nobody has received, its header and the receive of that.
+    unseen: of a value that nobody has received, its header, the receive of that, and how many of
+    the value's parts have a receive.
     """
 
     def __init__(
         self,
         held: object,
-        unseen: tuple[Any, torch.Tensor] | None,
+        unseen: tuple[Any, torch.Tensor, int] | None,
         before: _Left | None,
     ) -> None:
         self._held, self._unseen, self._before = held, unseen, before
 
-    def drop(self, take: Callable[[torch.Tensor], None]) -> None:
+    def drop(self, take: Callable[[torch.Tensor, int], None]) -> None:
         """Takes values out of the way of the next one, whose header is here: so theirs are."""
         if self._before is not None:
             self._before.drop(take)
         if self._unseen is not None:
-            announced, header = self._unseen
+            announced, header, posted = self._unseen
             announced.wait()
-            take(header)
+            take(header, posted)
 
 
 # By group, and by operation, peer and tag. Messages do not hold their group.
@@ -415,16 +492,25 @@ def _given_up(header: torch.Tensor) -> str | None:
     return text.removeprefix(_GIVEN_UP) if text.startswith(_GIVEN_UP) else None
 
 
-def _bytes_behind(header: torch.Tensor) -> int | None:
-    """The size of the value that follows a header; None where none does."""
+def _sizes_behind(header: torch.Tensor, early: bool) -> list[int]:
+    """The bytes of each part that follows a header. `early`: a value follows even a refusal."""
     if _given_up(header) is not None:
-        return None
+        return [0] if early else []
     facts = dict(line.partition(": ")[::2] for line in _decoded(header).split("\n"))
-    count = functools.reduce(lambda n, d: n * int(d), _numbers(facts["shape"]), 1)
-    if facts["sent as"] == "slices":
-        ranks, rank = int(facts["ranks of a stage"]), int(facts["rank in its stage"])
-        count = shard_range(count, ranks, rank)[1]
-    return int(count * getattr(torch, facts["type"]).itemsize)
+    shape = tuple(map(int, _numbers(facts["shape"])))
+    slices = facts["sent as"] == "slices"
+    ranks, rank = (int(facts[x]) for x in ("ranks of a stage", "rank in its stage"))
+    lengths = _lengths(shape, int(facts["parts"]), *((ranks, rank) if slices else (1, 0)))
+    return [length * getattr(torch, facts["type"]).itemsize for length in lengths]
+
+
+def _lengths(shape: tuple[int, ...], chunks: int, ranks: int, rank: int) -> list[int]:
+    """The elements of each part of a value that `ranks` ranks send in slices; 1: it is whole."""
+    counts = [math.prod(shape)]
+    if chunks > 1:
+        spans = Group("overlap", frozenset(), chunks).spans(shape)
+        counts = [(last - first) * shape[-1] for first, last in spans]
+    return [shard_range(count, ranks, rank)[1] for count in counts]
 
 
 def _numbers(text: str) -> list[str]:

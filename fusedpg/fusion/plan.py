@@ -35,8 +35,10 @@ from fusedpg.fusion.steps import (
     LocalRows,
     Overlapped,
     OverlappedProgram,
+    ReceiveInChunks,
     Reduction,
     Scalar,
+    SendProduct,
     Step,
     Stops,
     Torch,
@@ -112,6 +114,10 @@ class Call:
         if any(step.meets for step, _ in self.plan.steps[self.at :]):
             return True
         return self.at <= len(self.plan.steps) and not self.plan.reduces and self.numbers
+
+    def met(self) -> None:
+        """The step that is being done has no operation of the group any more."""
+        self.at += 1
 
     def run(self) -> Run:
         """The results, in the layouts of the program's outputs."""
@@ -226,14 +232,7 @@ class Plan:
     def _unit(self, call: Call, unit: Group | None, nodes: tuple[Node, ...]) -> list[Step]:
         kind = None if unit is None else unit.kind
         if unit is not None and kind == "overlap":
-            chunked = ChunkedCollective.of(unit, self.program)
-            if chunked is None:
-                return [Overlapped(unit, nodes, self.number)]
-            step = OverlappedProgram.of(call, chunked)
-            if step is not None:
-                return [step]
-            rest = self._unit(call, chunked.collective, chunked.nodes)
-            return [*self._each(call, (chunked.product,), alone=True), *rest]
+            return self._overlap(call, unit, nodes)
         if unit is not None and kind == "collective":
             found = kernel(unit, nodes, self.program)
             backend = found.backend(call.group, self.device)
@@ -246,12 +245,30 @@ class Plan:
                 return [LocalRows(call, rows, nodes)]
         return self._each(call, nodes, alone=True)
 
+    def _overlap(self, call: Call, unit: Group, nodes: tuple[Node, ...]) -> list[Step]:
+        chunked = ChunkedCollective.of(unit, self.program)
+        if chunked is not None:
+            step = OverlappedProgram.of(call, chunked)
+            if step is not None:
+                return [step]
+            steps = self._each(call, chunked.products, alone=True)
+            steps += self._unit(call, chunked.collective, chunked.nodes)
+            return steps + self._each(call, chunked.sends, alone=True)
+        if any(node.op == "recv" for node in nodes):
+            if len(nodes) == 1:
+                return self._each(call, nodes, alone=True)
+            return [ReceiveInChunks(unit, nodes[1], self.number)]
+        if any(node.op == "send" for node in nodes):
+            return [SendProduct(unit, nodes, self.number)]
+        return [Overlapped(unit, nodes, self.number)]
+
     def _each(self, call: Call, nodes: tuple[Node, ...], alone: bool) -> list[Step]:
         """A step for each node. `alone`: reductions may be fused collectives of their own."""
         steps: list[Step | None] = []
         for node in nodes:
             step = self._alone(call, node) if alone else None
-            step = step or step_of(node, self.number, self.torch)
+            overlap = self.program.overlap_of(node) if node.op == "send" else None
+            step = step or step_of(node, self.number, self.torch, overlap)
             if isinstance(step, Torch) and node in self.program.outputs:
                 self.views.add(self.number[node])
             steps.append(step)

@@ -336,17 +336,10 @@ class Moved(Step):
         return None if work is None else iter((work,))
 
     def _gather(self, call: Call, part: torch.Tensor) -> tuple[object, torch.Tensor]:
-        node, size = self._node, call.plan.size
-        work, whole = None, part
-        if size == 1 or not node.numel:
-            whole = part.clone()
-        else:
-            row = node.operands[0].layout.row
-            chunk = shard_range(node.numel * row, size, 0)[1] // row
-            whole = part.new_empty(chunk * size)
-            given = _padded(part, chunk).contiguous()
-            work = _all_gather(whole, given, group=call.group, async_op=call.async_op)
-        return work, whole[: node.numel].reshape(node.shape)
+        node = self._node
+        row = node.operands[0].layout.row
+        work, whole = begin_gather(call, part, node.numel, row, call.async_op)
+        return work, whole.reshape(node.shape)
 
     def _broadcast(self, call: Call, value: torch.Tensor) -> tuple[object, torch.Tensor]:
         result = value.clone(memory_format=torch.contiguous_format)
@@ -383,7 +376,7 @@ class Overlapped(Step):
 
 
 class OverlappedProgram(Step):
-    """Rows are summed, computed with and gathered while the next rows are multiplied."""
+    """Rows are summed, computed with and gathered or sent beside what is done with the next."""
 
     meets = True
 
@@ -395,7 +388,7 @@ class OverlappedProgram(Step):
         assert source is not None
         self._answer = answer(call.group, (source.key, call.device.type))
         self._functions: list[int] = []
-        self._nodes = chunked.product, *chunked.nodes
+        self._nodes = *chunked.products, *chunked.nodes, *chunked.sends
 
     @staticmethod
     def of(call: Call, chunked: ChunkedCollective) -> OverlappedProgram | None:
@@ -412,28 +405,42 @@ class OverlappedProgram(Step):
             yield from call.plan.instead(call, self._nodes, of_a_group=True) or ()
             return
         chunked, slots = self._chunked, call.slots
-        a, b = (slots[self._number[x]] for x in chunked.product.operands)
-        rows, transposed = as_rows(a), chunked.product.attribute("transposed")
+        contribution = self._contribution(call)
         operands = [self._rows(x, slots[self._number[x]]) for x in chunked.operands]
-        results = [torch.empty(x.shape, dtype=x.dtype, device="cpu") for x in chunked.results]
+        gathered = {
+            x: torch.empty(x.shape, dtype=x.dtype, device="cpu")
+            for x in chunked.results
+            if not x.layout.parted
+        }
         unmarked, mark = call.unmarked, alike.NO_MARK
         if unmarked:
             call.unmarked, mark = False, call.plan.mark(slots)
         self._functions = self._functions or [found.function() for _, found in self._kernels]
         begun: tuple[object, torch.Tensor, object] | None = None
+        to: list[torch.Tensor] = []
         for ((first, last), compiled), function in zip(self._kernels, self._functions):
-            product = matmul(rows[first:last], b, transposed).contiguous()
+            rows = contribution(first, last)
             # One is on its way at a time, so that all ranks stop at one that is refused.
-            if begun is not None and not (yield from _done(*begun)):
-                break
+            if begun is not None:
+                if not (yield from _done(*begun)):
+                    break
+                self._send(call, to)
             given = [self._cut(x, t, first, last) for x, t in zip(chunked.operands, operands)]
-            to = [result.view(len(rows), -1)[first:last] for result in results]
-            begun = self._begin(call, compiled, function, product, given, to, first, mark)
+            to = [
+                gathered[x].view(-1, x.shape[-1])[first:last]
+                if x in gathered
+                else self._part(call, x, last - first)
+                for x in chunked.results
+            ]
+            begun = self._begin(call, compiled, function, rows, given, to, first, mark)
             mark = alike.NO_MARK
         else:
             assert begun is not None
             if (yield from _done(*begun)):
-                for node, result in zip(chunked.results, results):
+                call.met()
+                self._send(call, to)
+                tokens = {x: torch.zeros((), device=call.device) for x in chunked.sends}
+                for node, result in (*gathered.items(), *tokens.items()):
                     slots[self._number[node]] = result
                 return
         self._answer.all_have_it = False
@@ -441,6 +448,27 @@ class OverlappedProgram(Step):
         name = call.plan.program.name
         _log.info("%s runs operation by operation: a rank has no compiled function", name)
         yield from call.plan.instead(call, self._nodes, of_a_group=True) or ()
+
+    def _contribution(self, call: Call) -> Callable[[int, int], torch.Tensor]:
+        """Rows of what this rank adds: they are multiplied when they are asked for."""
+        node, slots = self._chunked.contribution, call.slots
+        if not self._chunked.products:
+            given = as_rows(slots[self._number[node]])
+            return lambda first, last: given[first:last].contiguous()
+        a, b = (slots[self._number[x]] for x in node.operands)
+        rows, transposed = as_rows(a), node.attribute("transposed")
+        return lambda first, last: matmul(rows[first:last], b, transposed).contiguous()
+
+    def _part(self, call: Call, node: Node, rows: int) -> torch.Tensor:
+        """Memory for this rank's slice of so many rows."""
+        count = call.plan.torch.range((rows, node.shape[-1]))[1]
+        return torch.empty(count, dtype=node.dtype, device="cpu")
+
+    def _send(self, call: Call, results: Sequence[torch.Tensor]) -> None:
+        """Sends of a chunk's results those that another stage takes."""
+        for node in self._chunked.sends:
+            assert call.messages is not None
+            call.messages.send(node, results[self._chunked.results.index(node.operands[0])])
 
     def _rows(self, node: Node, value: torch.Tensor) -> torch.Tensor:
         """An operand as a matrix, of which chunks take rows; or a row that all of them take."""
@@ -502,14 +530,57 @@ def _done(work: object, done: torch.Tensor, alive: object) -> Generator[object, 
 class Send(Step):
     """A value that goes to another stage; the call waits for it at its end."""
 
-    def __init__(self, node: Node, number: Numbers) -> None:
+    def __init__(self, node: Node, number: Numbers, overlap: Group | None) -> None:
+        """`overlap`: that by which it goes in chunks."""
         self._node, self._at, self._read = node, number[node], number[node.operands[0]]
+        self._spans = [] if overlap is None else overlap.spans(node.operands[0].shape)
+        self.meets = bool(self._spans) and node.operands[0].layout.parted
+
+    def run(self, call: Call) -> Stops:
+        value = call.slots[self._read]
+        call.slots[self._at] = torch.zeros((), device=value.device)
+        if self._spans:
+            return self._in_chunks(call, value)
+        assert call.messages is not None
+        call.messages.send(self._node, value)
+        return None
+
+    def _in_chunks(self, call: Call, value: torch.Tensor) -> Iterator[object]:
+        """What was computed as a whole; slices of all rows are not those of chunks."""
+        assert call.messages is not None
+        (sent,) = self._node.operands
+        if sent.layout.parted:
+            work, value = begin_gather(call, value, sent.numel, 1, call.async_op)
+            yield from _waited(work)
+            call.met()
+        rows = value.reshape(-1, sent.shape[-1])
+        for first, last in self._spans[call.messages.sent(self._node) :]:
+            part = rows[first:last]
+            if sent.layout.parted:
+                part = call.plan.torch.slice(part, tuple(part.shape))
+            call.messages.send(self._node, part)
+
+
+class SendProduct(Step):
+    """Rows of a product are sent while the next rows are multiplied."""
+
+    def __init__(self, group: Group, nodes: tuple[Node, ...], number: Numbers) -> None:
+        self._product = next(node for node in nodes if node.op == "matmul")
+        self._send = next(node for node in nodes if node.op == "send")
+        self._at = number[self._send]
+        self._read = [number[operand] for operand in self._product.operands]
+        self._spans = group.spans(self._product.shape)
 
     def run(self, call: Call) -> Stops:
         assert call.messages is not None
-        value = call.slots[self._read]
-        call.messages.send(self._node, value)
-        call.slots[self._at] = torch.zeros((), device=value.device)
+        a, b = (call.slots[at] for at in self._read)
+        rows, transposed = as_rows(a), self._product.attribute("transposed")
+        for first, last in self._spans:
+            part = matmul(rows[first:last], b, transposed)
+            if self._send.operands[0].layout.parted:
+                part = call.plan.torch.slice(part, tuple(part.shape))
+            call.messages.send(self._send, part)
+        call.slots[self._at] = torch.zeros((), device=a.device)
         return None
 
 
@@ -524,22 +595,64 @@ class Receive(Step):
         call.slots[self._at] = yield from call.messages.receive(self._node)
 
 
-def step_of(node: Node, number: Numbers, torch_ops: TorchOps) -> Step | None:
-    """The step of a single node, without generated code; None where its value is there."""
+class ReceiveInChunks(Step):
+    """Slices of rows are gathered while those of the next rows arrive."""
+
+    meets = True
+
+    def __init__(self, group: Group, gather: Node, number: Numbers) -> None:
+        self._node, self._at = gather, number[gather]
+        self._recv, self._spans = gather.operands[0], group.spans(gather.shape)
+
+    def run(self, call: Call) -> Iterator[object]:
+        assert call.messages is not None
+        columns, begun = self._node.shape[-1], []
+        for first, last in self._spans:
+            part = yield from call.messages.receive_part(self._recv)
+            begun.append(begin_gather(call, part, (last - first) * columns, 1, True))
+        for work, _ in begun:
+            yield from _waited(work)
+        rows = [part for _, part in begun]
+        call.slots[self._at] = torch.cat(rows).reshape(self._node.shape)
+
+
+def step_of(
+    node: Node, number: Numbers, torch_ops: TorchOps, overlap: Group | None = None
+) -> Step | None:
+    """The step of a single node, without generated code; None where its value is there.
+
+    Args:
+        overlap: of a message, the group by which it goes in chunks.
+    """
     if node.op in ("input", "constant"):
         return None
     if node.scalar:
         return Scalar(node, number)
+    if node.op == "send":
+        return Send(node, number, overlap)
     kinds: dict[str, Callable[[Node, Numbers], Step]] = {
         "all_reduce": Reduction,
         "reduce_scatter": Reduction,
         "all_gather": Moved,
         "broadcast": Moved,
-        "send": Send,
         "recv": Receive,
     }
     kind = kinds.get(node.op)
     return Torch(node, number, torch_ops) if kind is None else kind(node, number)
+
+
+def begin_gather(
+    call: Call, part: torch.Tensor, numel: int, row: int, async_op: bool
+) -> tuple[object, torch.Tensor]:
+    """The ranks' slices of a value of so many elements, or of numbers of `row` elements each."""
+    size = call.plan.size
+    if size == 1 or not numel:
+        return None, part.clone()[:numel]
+    chunk = shard_range(numel * row, size, 0)[1] // row
+    whole = part.new_empty(chunk * size)
+    given = _padded(part, chunk).contiguous()
+    work = _all_gather(whole, given, group=call.group, async_op=async_op)
+    return work, whole[:numel]
 
 
 # --- sums, and behind them what ranks compare ----------------------------------------------------
@@ -615,9 +728,11 @@ __all__ = [
     "Overlapped",
     "OverlappedProgram",
     "Receive",
+    "ReceiveInChunks",
     "Reduction",
     "Scalar",
     "Send",
+    "SendProduct",
     "Step",
     "Stops",
     "Torch",

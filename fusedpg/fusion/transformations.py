@@ -14,6 +14,7 @@ from typing import NoReturn
 from fusedpg.fusion.errors import FusionError, IllegalTransformation
 from fusedpg.fusion.ir import (
     LOCAL_REDUCTIONS,
+    MESSAGES,
     PARTIAL,
     REDUCTIONS,
     REPLICATE,
@@ -672,6 +673,10 @@ class Overlap(Transformation):
     That is an all_reduce, or a fused collective that begins with a reduce_scatter. The node is one
     of these; without one there must be exactly one that follows a matmul. In a schedule it is
     applied last, wherever it stands.
+
+    The node may also be a `send`: then the fused collective that gives its value, with the matmul
+    before it, or a matmul alone, goes chunk by chunk beside the message. The other stage has to
+    take as many chunks: its node is the `recv`, whose slices are gathered beside what still comes.
     """
 
     chunks: int = 4
@@ -680,6 +685,11 @@ class Overlap(Transformation):
         return f"Overlap({self.node + ', ' if self.node else ''}chunks={self.chunks})"
 
     def apply(self, program: Program) -> Program:
+        message = self.message(program)
+        if message is not None:
+            nodes = (self._sent if message.op == "send" else self._received)(program, message)
+            self._check_chunks(carried(message))
+            return _with_groups(self, program, [Group("overlap", nodes, self.chunks)])
         node = self._sum(program)
         product = node.operands[0]
         if product.op != "matmul":
@@ -687,12 +697,49 @@ class Overlap(Transformation):
         if len(program.users[product]) > 1 or product in program.outputs:
             others = [user for user in program.users[product] if user is not node]
             self.refuse("the product has other users", others[0] if others else product)
-        rows = product.numel // product.shape[-1] if product.shape[-1] else 0
-        if not 2 <= self.chunks <= rows:
-            self.refuse(f"{rows} rows do not make {self.chunks} chunks", product)
+        self._check_chunks(product)
         inside = self._fused(program, node) if node.op == "reduce_scatter" else frozenset({node})
         group = Group("overlap", inside | {product}, self.chunks)
         return _with_groups(self, program, [group])
+
+    def _check_chunks(self, value: Node) -> None:
+        rows = value.numel // value.shape[-1] if value.shape and value.shape[-1] else 0
+        if not 2 <= self.chunks <= rows:
+            self.refuse(f"{rows} rows do not make {self.chunks} chunks", value)
+
+    def message(self, program: Program) -> Node | None:
+        """The `send` or `recv` that it names; a `recv` of slices has the name of the gathered."""
+        found = program.find(self.node or "")
+        if found is not None and found.op == "all_gather" and found.operands[0].op == "recv":
+            return found.operands[0]
+        return found if found is not None and found.op in MESSAGES else None
+
+    def _received(self, program: Program, recv: Node) -> frozenset[Node]:
+        if recv.layout != SHARD:
+            return frozenset({recv})
+        users = program.users[recv]
+        if len(users) != 1 or users[0].op != "all_gather" or recv in program.outputs:
+            self.refuse("its slice is of all rows, and chunks have others", recv)
+        return frozenset({recv, *users})
+
+    def _sent(self, program: Program, send: Node) -> frozenset[Node]:
+        (value,) = send.operands
+        groups = [g for g in program.groups if value in g.nodes and g.kind == "collective"]
+        if groups:
+            scatter = next(node for node in groups[0].nodes if node.op == "reduce_scatter")
+            inside = self._fused(program, scatter, send) | {send}
+            (product,) = scatter.operands
+            given = [product]
+        else:
+            inside = frozenset({value, send})
+            product = value.operands[0] if value.op == "slice" else value
+            given = [product, value]
+        taken = all(x not in program.outputs and inside.issuperset(program.users[x]) for x in given)
+        if product.op == "matmul" and product.shape == value.shape and taken:
+            return inside | {product}
+        if not groups:
+            self.refuse("no matmul for this alone, and nothing that FuseCollective makes", value)
+        return inside
 
     def _sum(self, program: Program) -> Node:
         if self.node is not None:  # an all_reduce may have been split
@@ -704,8 +751,12 @@ class Overlap(Transformation):
             self.refuse(f"{len(found)} collectives follow a matmul: name one", *found[1:2])
         return found[0]
 
-    def _fused(self, program: Program, scatter: Node) -> frozenset[Node]:
-        """The nodes of the fused collective, if chunks of rows can be computed each for itself."""
+    def _fused(self, program: Program, scatter: Node, send: Node | None = None) -> frozenset[Node]:
+        """The nodes of the fused collective, if chunks of rows can be computed each for itself.
+
+        Args:
+            send: goes in chunks, too.
+        """
         groups = [g for g in program.groups if scatter in g.nodes and g.kind == "collective"]
         if not groups:
             self.refuse(
@@ -720,12 +771,12 @@ class Overlap(Transformation):
                     self.refuse("it reduces rows of a rank's slice, and chunks have others", node)
                 if _of_all(node):
                     self.refuse("it is over all rows, and chunks have some", node)
-                users = program.users[node]
+                users = [user for user in program.users[node] if user is not send]
                 leaves = node in program.outputs or not inside.issuperset(users)
                 if leaves and any(user.op == "send" for user in users):
                     self.refuse(
-                        "a slice of all rows is sent, and chunks have others: leave FuseSend out, "
-                        "and the all_reduce has chunks",
+                        "a slice of all rows is sent, and chunks have others: name the send, which "
+                        "then has chunks, or leave FuseSend out, and the all_reduce has",
                         node,
                     )
                 if leaves and node.layout.parted:

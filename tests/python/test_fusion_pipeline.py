@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import fusedpg
 import harness
-from checks import pipeline
+from checks import pipeline, pipeline_chunks
 from checks.pipeline import Place, backends
 from fusedpg import fusion
 from fusedpg.fusion import (
@@ -345,6 +345,35 @@ def test_between_hosts() -> None:
     workers.run(pipeline.values, (6, 4000), torch.float32)
     workers.run(pipeline.train, 2, torch.float64, "one by one", True)
     workers.run(pipeline.mismatches)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("world_size", [2, 4, 6, harness.slow(8)])
+def test_chunks(world_size: int, dtype: torch.dtype) -> None:
+    harness.pool(world_size).run(pipeline_chunks.values, dtype)
+
+
+@pytest.mark.parametrize("check", ["one_rank_fails", "without_a_compiler"])
+@pytest.mark.fused_only
+def test_chunks_on_one_rank(check: str) -> None:
+    harness.pool(4).run(getattr(pipeline_chunks, check))
+
+
+@pytest.mark.parametrize("in_flight", [2, harness.slow(1 << 10)])
+def test_chunks_that_differ(in_flight: int) -> None:
+    harness.pool(4).run(pipeline_chunks.mistakes, in_flight)
+
+
+@pytest.mark.parametrize("check", ["gradients", "both_ways"])
+def test_chunks_of_calls(check: str) -> None:
+    harness.pool(4).run(getattr(pipeline_chunks, check))
+
+
+@pytest.mark.fused_only
+def test_chunks_between_hosts() -> None:
+    workers = harness.pool_of_hosts("two of two")
+    workers.run(pipeline_chunks.values, torch.float32)
+    workers.run(pipeline_chunks.mistakes, 2)
 
 
 def test_printed() -> None:
