@@ -310,12 +310,15 @@ def table(rows: Sequence[Row], args: argparse.Namespace) -> None:
     cases: dict[str, dict[str, Row]] = {}
     for row in rows:
         cases.setdefault(row.case, {})[row.arm] = row
-    found, lines = [], []
-    for program, _ in programs(args.seed, args.programs, args.world_size):
+    found, lines, untimed = [], [], []
+    for number, (program, _) in enumerate(programs(args.seed, args.programs, args.world_size)):
         arms = cases.get(program.case)
         if arms is None:
             continue
-        default = arms[chosen(program, args.world_size)]
+        default = arms.get(chosen(program, args.world_size))
+        if default is None:  # a schedule that there was not yet
+            untimed.append(number)
+            continue
         best = min((row for row in arms.values() if row.arm != PLAIN), key=lambda row: row.median)
         to_best, to_plain = default.median / best.median, default.median / arms[PLAIN].median
         found.append((to_best, to_plain))
@@ -326,6 +329,9 @@ def table(rows: Sequence[Row], args: argparse.Namespace) -> None:
     if not found:
         print("no program has been timed")
         return
+    if untimed:
+        numbers = ", ".join(map(str, untimed))
+        print(f"not in the table, as their default has not been timed (--only, --again): {numbers}")
     figures = ["ms", "ms of best", "/ best", "/ plain"]
     harness.show("Schedules", ["size", "default", "best"], figures, lines, wrap=True)
     near = sum(to_best <= NEAR for to_best, _ in found) / len(found)
