@@ -45,9 +45,13 @@ DEFAULT_TIMEOUT = 60.0
 GRACE = 10.0
 ROOT = Path(__file__).resolve().parents[2]
 FORKED = multiprocessing.get_context("forkserver")
-# Who makes an optimizer or a DDP module imports torch._dynamo, which takes as long as all the rest.
+# Who makes an optimizer or a DDP module imports torch._dynamo, which takes as long as all the rest;
+# pytest and hypothesis come with the module of a test, whose functions the workers run.
 FORKED.set_forkserver_preload(
-    ["torch.distributed", "torch.nn.parallel", "torch._dynamo", "torch.distributed.checkpoint"]
+    [
+        *("torch.distributed", "torch.nn.parallel", "torch._dynamo"),
+        *("torch.distributed.checkpoint", "pytest", "hypothesis"),
+    ]
 )
 
 
