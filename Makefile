@@ -185,10 +185,14 @@ fake-gpu: $(KERNELS)
 	cmake $(BUILD) -DFUSEDPG_BUILD_TESTS=ON
 	cmake --build $(BUILD) --target fusedpg_fake_gpu
 
+# Also where Python may not keep it: else each of the tests' many processes compiles fusedpg anew, and
+# pytest all files of tests.
+BYTECODE := PYTHONDONTWRITEBYTECODE=
+
 # Three at a time, as they wait for processes to start and end: PYTEST_ARGS="-n 0" for one. Whole
 # files, for their fixtures' sake, in the order of conftest.py: by their number of tests the longest,
 # which have few, would come last.
-PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+PYTEST := $(BYTECODE) $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 # Every capability once, in minutes: tests/python/parts.py says which tests are quick.
 test: $(BUILT)
@@ -248,12 +252,12 @@ test-c10d: $(BUILT)
 	$(BIN)/python tests/python/c10d_suite/run.py
 
 test-mpi: $(BUILT) $(MPI)
-	FUSEDPG_TEST_MPI=1 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
+	$(BYTECODE) FUSEDPG_TEST_MPI=1 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
 	  $(BIN)/mpirun -n $(RANKS) --map-by :OVERSUBSCRIBE \
 	  $(BIN)/python -m pytest --with-mpi tests/python/mpi $(PYTEST_ARGS)
 
 test-frameworks: $(BUILT) $(FRAMEWORKS)
-	FUSEDPG_TEST_FRAMEWORKS=1 $(BIN)/python -m pytest tests/python/test_frameworks.py $(PYTEST_ARGS)
+	$(BYTECODE) FUSEDPG_TEST_FRAMEWORKS=1 $(BIN)/python -m pytest tests/python/test_frameworks.py $(PYTEST_ARGS)
 
 comma := ,
 

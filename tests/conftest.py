@@ -48,6 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "fused_only: needs the fused backend")
     config.addinivalue_line("markers", "slow: more of the same; make test-all")
     config.addinivalue_line("markers", "long: no part of make test; make test-rest")
+    harness.compiled_in_this_run()
     # A shell's background jobs ignore it, and so would the programs that tests interrupt.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -8,6 +8,7 @@ raised, hung or died is thrown away; the next test gets a fresh one.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import datetime
@@ -19,6 +20,7 @@ import inspect
 import multiprocessing
 import multiprocessing.connection
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -43,9 +45,13 @@ DEFAULT_TIMEOUT = 60.0
 GRACE = 10.0
 ROOT = Path(__file__).resolve().parents[2]
 FORKED = multiprocessing.get_context("forkserver")
-# Who makes an optimizer or a DDP module imports torch._dynamo, which takes as long as all the rest.
+# Who makes an optimizer or a DDP module imports torch._dynamo, which takes as long as all the rest;
+# pytest and hypothesis come with the module of a test, whose functions the workers run.
 FORKED.set_forkserver_preload(
-    ["torch.distributed", "torch.nn.parallel", "torch._dynamo", "torch.distributed.checkpoint"]
+    [
+        *("torch.distributed", "torch.nn.parallel", "torch._dynamo"),
+        *("torch.distributed.checkpoint", "pytest", "hypothesis"),
+    ]
 )
 
 
@@ -116,6 +122,23 @@ class _Start:
     options: dict[str, Any]
     address: str
     namespace: str | None
+
+
+def compiled_in_this_run() -> Path:
+    """A cache of compiled functions for all pools: the same ones run in those of several sizes.
+
+    conftest.py asks first: the workers of xdist, and what they start, inherit the answer.
+    """
+    if "FUSEDPG_TEST_COMPILED" not in os.environ:
+        made = tempfile.mkdtemp(prefix="fusedpg-test-compiled-")
+        atexit.register(shutil.rmtree, made, ignore_errors=True)
+        os.environ["FUSEDPG_TEST_COMPILED"] = made
+    return Path(os.environ["FUSEDPG_TEST_COMPILED"])
+
+
+def share_compiled(cache: Path) -> None:
+    """Lets FUSEDPG_CACHE_DIR=`cache` have the run's compiled functions, but its own tuned ones."""
+    (cache / "fusion").symlink_to(compiled_in_this_run())
 
 
 def _connect(start: _Start) -> Context:
@@ -221,6 +244,7 @@ class Workers:
         self.broken = False
         self._scratch = tempfile.TemporaryDirectory(prefix="fusedpg-test-")
         self.scratch = Path(self._scratch.name)
+        share_compiled(self.scratch)
         address = "127.0.0.1" if hosts is None else hosts.address(0)
         self.store = serve() if hosts is None else hosts.call(0, functools.partial(serve, address))
         self.processes: list[Any] = [None] * world_size

@@ -23,6 +23,7 @@ REST = [
     "test_fusion_random.py",
     "test_optim_differential.py",
     "test_c10d_suite.py",  # PyTorch's own tests
+    "test_frameworks.py",  # `make test-frameworks` installs them
     "test_cuda_fake.py",  # a library of its own
     "test_fusion_cuda*.py",
     "test_one_gpu.py",

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import fusedpg
+import harness
 from checks.compiled import compiles, environment
 from checks.refused import refused
 from fusedpg import fusion
@@ -32,8 +33,10 @@ def normed(g: fusion.Partial, b: fusion.Replicate) -> Any:
 
 @contextlib.contextmanager
 def cache(context: Context) -> Iterator[Path]:
-    """Nothing is known at first; the ranks share a directory."""
+    """Nothing is tuned at first; the ranks share a directory."""
     place: list[Any] = [tempfile.mkdtemp() if context.rank == 0 else None]
+    if context.rank == 0:
+        harness.share_compiled(Path(place[0]))
     dist.broadcast_object_list(place, group=context.oracle)
     tune_cache._memory.clear()
     with compiles(context), environment(FUSEDPG_CACHE_DIR=place[0]):

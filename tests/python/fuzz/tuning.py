@@ -19,10 +19,11 @@ from checks.tuner import everyone
 from fusedpg import fusion
 from fusedpg.fusion import tune_cache
 from fuzz.core import Choices, Pair, Tape, TapeChoices, done, draw_tape
-from harness import Context
+from harness import Context, share_compiled
 
 WHERE = ("3",)
 EXAMPLES = 2
+FOLDERS = ["all", "a", "b"]  # caches
 BOUND = {torch.float64: 1e-9, torch.float32: 3e-4, torch.bfloat16: 6e-2}
 SHAPES = [(1,), (7,), (64,), (1001,), (3, 5), (4, 33), (2, 3, 17), (0,), (0, 4), (300, 40)]
 NAMES = {
@@ -114,6 +115,9 @@ class Life:
         self.count = 0
         self.functions = [self._function() for _ in range(3)]
         place: list[Any] = [tempfile.mkdtemp(dir=context.scratch) if context.rank == 0 else None]
+        for folder in FOLDERS if context.rank == 0 else ():
+            (Path(place[0]) / folder).mkdir()
+            share_compiled(Path(place[0]) / folder)
         dist.broadcast_object_list(place, group=context.oracle)
         self.root = Path(place[0])
         os.environ["FUSEDPG_CACHE_DIR"] = str(self.root / "all")
@@ -313,7 +317,7 @@ class Life:
         chosen = self.chosen
         kind = chosen.choice(["forget", "move", "damage", "swap"])
         who = [rank for rank in range(self.context.world_size) if chosen.random() < 0.5]
-        how, folder = chosen.randrange(6), chosen.choice(["all", "a", "b"])
+        how, folder = chosen.randrange(6), chosen.choice(FOLDERS)
         self.wait()
         dist.barrier(group=self.context.oracle)
         if self.context.rank in who:
