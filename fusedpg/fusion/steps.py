@@ -364,14 +364,14 @@ class Overlapped(Step):
     def run(self, call: Call) -> Iterator[object]:
         a, b = (call.slots[at] for at in self._read)
         transposed, op = self._product.attribute("transposed"), self._sum.attribute("op")
-        begun = []
+        work, begun = None, []
         for rows in as_rows(a).tensor_split(self._chunks):
             part = matmul(rows, b, transposed)
-            begun.append((*begin_sum(call, op, part, True), part.shape))
-        totals = []
-        for work, total, shape in begun:
-            yield from _waited(work)
-            totals.append(end_sum(call, op, total, shape).to(self._sum.dtype))
+            yield from _waited(work)  # one is on its way at a time, as in OverlappedProgram
+            work, total = begin_sum(call, op, part, True)
+            begun.append((total, part.shape))
+        yield from _waited(work)
+        totals = [end_sum(call, op, *sums).to(self._sum.dtype) for sums in begun]
         call.slots[self._at] = torch.cat(totals).reshape(self._sum.shape)
 
 
@@ -606,13 +606,13 @@ class ReceiveInChunks(Step):
 
     def run(self, call: Call) -> Iterator[object]:
         assert call.messages is not None
-        columns, begun = self._node.shape[-1], []
+        columns, work, rows = self._node.shape[-1], None, []
         for first, last in self._spans:
             part = yield from call.messages.receive_part(self._recv)
-            begun.append(begin_gather(call, part, (last - first) * columns, 1, True))
-        for work, _ in begun:
-            yield from _waited(work)
-        rows = [part for _, part in begun]
+            yield from _waited(work)  # one is on its way at a time, as in OverlappedProgram
+            work, whole = begin_gather(call, part, (last - first) * columns, 1, True)
+            rows.append(whole)
+        yield from _waited(work)
         call.slots[self._at] = torch.cat(rows).reshape(self._node.shape)
 
 

@@ -704,7 +704,7 @@ class Overlap(Transformation):
 
     def _check_chunks(self, value: Node) -> None:
         rows = value.numel // value.shape[-1] if value.shape and value.shape[-1] else 0
-        if not 2 <= self.chunks <= rows:
+        if not isinstance(self.chunks, int) or not 2 <= self.chunks <= rows:
             self.refuse(f"{rows} rows do not make {self.chunks} chunks", value)
 
     def message(self, program: Program) -> Node | None:
@@ -773,13 +773,13 @@ class Overlap(Transformation):
                     self.refuse("it is over all rows, and chunks have some", node)
                 users = [user for user in program.users[node] if user is not send]
                 leaves = node in program.outputs or not inside.issuperset(users)
-                if leaves and any(user.op == "send" for user in users):
-                    self.refuse(
-                        "a slice of all rows is sent, and chunks have others: name the send, which "
-                        "then has chunks, or leave FuseSend out, and the all_reduce has",
-                        node,
-                    )
                 if leaves and node.layout.parted:
+                    if any(user.op == "send" for user in users):
+                        self.refuse(
+                            "a slice of all rows is sent, and chunks have others: name the send, "
+                            "if there is only one, or leave FuseSend out",
+                            node,
+                        )
                     self.refuse("this slice is needed, and chunks have others: all_gather it", node)
             elif node.layout.parted and inside.intersection(program.users[node]):
                 self.refuse("it is a slice of all rows, and chunks have others", node)

@@ -353,7 +353,7 @@ def test_chunks(world_size: int, dtype: torch.dtype) -> None:
     harness.pool(world_size).run(pipeline_chunks.values, dtype)
 
 
-@pytest.mark.parametrize("check", ["one_rank_fails", "without_a_compiler"])
+@pytest.mark.parametrize("check", ["one_rank_fails", "ranks_differ", "without_a_compiler"])
 @pytest.mark.fused_only
 def test_chunks_on_one_rank(check: str) -> None:
     harness.pool(4).run(getattr(pipeline_chunks, check))

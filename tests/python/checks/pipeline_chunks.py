@@ -127,6 +127,12 @@ def _values(context: Context, backend: str, dtype: torch.dtype, compiled: bool) 
                     torch.testing.assert_close(summed, run_first(x, b, r, 7))
                 assert torch.equal(multiplied, torch.relu(total)), pair
                 assert torch.equal(sent_alone, total), pair
+    # A whole that chunks have gathered is sent behind them.
+    if place.stage == 0:
+        layer.scheduled(*WHOLE, Overlap(chunks=4))(part, block, zeros, **place.groups)
+    else:
+        whole = takes.scheduled()(torch.empty_like(total), **place.groups)
+        assert torch.equal(whole, torch.relu(total))
     place.close()
 
 
@@ -247,6 +253,39 @@ def _one_rank_fails(context: Context, heard: bool) -> None:
                 run()
         got = run()
         assert place.stage == 0 or torch.equal(got, run_first([x] * place.size, b, r, 7)), what
+    place.close()
+
+
+@fusedpg.fuse
+def summed(x: fusion.Shard(2), w: fusion.Shard(0)):
+    return all_reduce(x @ w)
+
+
+def ranks_differ(context: Context) -> None:
+    """Ranks of a stage have other numbers of chunks: a rank that raises begins no later chunk,
+    which another rank's next call would take for one of its own.
+    """
+    place = Place(context, context.backend, seconds=DEADLINE)
+    x, w, like = torch.ones(SHAPE), torch.ones(11, 33), torch.empty(*SHAPE[:2], 33)
+
+    def stages(chunks: int) -> Any:
+        if place.stage == 0:
+            return product.scheduled(FuseSend(), sent(chunks))(x, w, **place.groups)
+        return takes.scheduled(FuseSend(), received(chunks))(like, **place.groups)
+
+    def alone(chunks: int) -> Any:
+        return summed.scheduled(Overlap(chunks=chunks))(x, w, group=place.group)
+
+    for run, total, raising in ((stages, 11.0, (1,)), (alone, 11.0 * place.size, (0, 1))):
+        for mine in (2 + place.rank, 21 if place.rank else 2):
+            what = f"{run.__name__}, {mine} chunks on rank {context.rank}"
+            call = functools.partial(run, mine)
+            if place.stage in raising:
+                _raises(call, dist.DistBackendError, "ranks disagree", what)
+            else:
+                call()
+            got = run(3)
+            assert place.stage not in raising or torch.equal(got, torch.full_like(like, total))
     place.close()
 
 
