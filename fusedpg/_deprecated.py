@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 
@@ -19,8 +20,10 @@ def old_names(module: str, renamed: Mapping[str, str]) -> Callable[[str], object
         new = renamed.get(name)
         if new is None:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        text = f"{module}.{name} is now {module}.{new}; fusedpg 0.3 drops the old name"
-        warnings.warn(text, DeprecationWarning, stacklevel=2)
+        # `from module import name` asks twice, at first for submodules: that one warning is enough.
+        if sys._getframe(1).f_code.co_name != "_handle_fromlist":
+            text = f"{module}.{name} is now {module}.{new}; fusedpg 0.3 drops the old name"
+            warnings.warn(text, DeprecationWarning, stacklevel=2)
         return getattr(importlib.import_module(module), new)
 
     return find

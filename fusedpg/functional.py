@@ -368,8 +368,8 @@ def _begin_step(op: str, lists: int, arguments: dict[str, Any]) -> dist.Work | N
     steps = [] if op == "fused_sgd_" else states.pop()
     if op == "fused_sgd_":
         hyper["first_step"] = hyper.pop("is_first_step")
-    elif op != "fused_lamb_":
-        hyper["decoupled"] = op == "fused_adamw_"
+    elif op == "fused_adam_":
+        hyper["decoupled"] = False
     common["mean"] = common.pop("reduce") == "mean"
     work = _backend(group).fused_step_(
         op, params, grads, states, steps, [module.Hyper(**hyper)], async_op=True, **common

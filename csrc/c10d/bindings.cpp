@@ -299,17 +299,25 @@ void bind_hyper(py::module_& m) {
           py::init([](std::variant<double, at::Tensor> lr,
                       const py::kwargs& others) {
             StepHyper h;
-            size_t taken = 0;
-            kernels::for_each_hyper(h, [&](const char* name, auto& value) {
-              if (others.contains(name)) {
-                value = others[name].cast<std::decay_t<decltype(value)>>();
-                ++taken;
+            for (const auto& [key, given] : others) {
+              const auto name = key.cast<std::string_view>();
+              bool taken = false;
+              kernels::for_each_hyper(h, [&](const char* known, auto& value) {
+                if (name == known) {
+                  using Value = std::decay_t<decltype(value)>;
+                  py::detail::make_caster<Value> caster;
+                  taken = caster.load(given, /*convert=*/true);
+                  if (taken) {
+                    value = py::detail::cast_op<Value>(caster);
+                  }
+                }
+              });
+              if (!taken) {
+                throw py::type_error(formatted(
+                    "Hyper: {}={} is no hyperparameter, or of another type",
+                    name,
+                    std::string(py::repr(given))));
               }
-            });
-            if (taken != others.size()) {
-              throw py::type_error(
-                  "Hyper: not all of these are hyperparameters: " +
-                  std::string(py::str(others)));
             }
             return HyperArguments{std::move(lr), h};
           }),

@@ -36,9 +36,11 @@ bool any_hyper(const StepArguments& a, bool (*holds)(const StepHyper&)) {
 }
 
 // Only the last of an operator's lists may be left out.
-std::vector<const char*> state_names(const StepArguments& a) {
+std::vector<const char*> state_names(
+    const StepArguments& a,
+    const StepInputs& inputs) {
   std::vector<const char*> names;
-  for (const StepInputs::State& state : step_inputs(a.op).states) {
+  for (const StepInputs::State& state : inputs.states) {
     if (state.needed == nullptr || any_hyper(a, state.needed)) {
       names.push_back(state.name);
     }
@@ -51,6 +53,8 @@ class Checker {
   Checker(const StepArguments& a, int rank, int size)
       : a_(a),
         op_(op_name(a.op)),
+        inputs_(step_inputs(a.op)),
+        states_(state_names(a, inputs_)),
         rank_(rank),
         size_(size),
         device_(a.params.empty() ? at::kCPU : a.params[0].device()) {}
@@ -94,13 +98,12 @@ class Checker {
     TORCH_CHECK_VALUE(n != 0, formatted("fused: {}: params is empty", op_));
     check_list("grads", a_.grads.size(), n);
     check_list("master_params", a_.masters.size(), a_.masters.empty() ? 0 : n);
-    const bool counts = step_inputs(a_.op).counts || !a_.steps.empty();
+    const bool counts = inputs_.counts || !a_.steps.empty();
     check_list("state_steps", a_.steps.size(), counts ? n : 0);
-    const auto names = state_names(a_);
-    for (size_t k = 0; k < names.size(); ++k) {
-      check_list(names[k], k < a_.states.size() ? a_.states[k].size() : 0, n);
+    for (size_t k = 0; k < states_.size(); ++k) {
+      check_list(states_[k], k < a_.states.size() ? a_.states[k].size() : 0, n);
     }
-    for (size_t k = names.size(); k < a_.states.size(); ++k) {
+    for (size_t k = states_.size(); k < a_.states.size(); ++k) {
       check_list("a state list without use here", a_.states[k].size(), 0);
     }
     if (!a_.hyper_index.empty()) {
@@ -182,11 +185,10 @@ class Checker {
     const at::Tensor& p = a_.params[i];
     const ShardRange range = shard_range(p.numel(), size_, rank_);
     const at::ScalarType compute = compute_type(p.scalar_type());
-    const auto names = state_names(a_);
-    for (size_t k = 0; k < names.size(); ++k) {
+    for (size_t k = 0; k < states_.size(); ++k) {
       const at::ScalarType other =
-          step_inputs(a_.op).two_passes ? compute : p.scalar_type();
-      check_slice(names[k], i, a_.states[k][i], range, {compute, other});
+          inputs_.two_passes ? compute : p.scalar_type();
+      check_slice(states_[k], i, a_.states[k][i], range, {compute, other});
     }
     if (!a_.masters.empty()) {
       TORCH_CHECK_VALUE(
@@ -256,6 +258,8 @@ class Checker {
 
   const StepArguments& a_;
   const char* op_;
+  const StepInputs& inputs_;
+  const std::vector<const char*> states_; // names of those that are needed
   const int rank_;
   const int size_;
   const at::Device device_;

@@ -2,12 +2,15 @@
 // front of, as operators that torch.compile and export understand. They are
 // synchronous; groups are named.
 
+#include <memory>
+#include <optional>
 #include <string>
-#include <string_view>
 
 #include <ATen/PythonTorchFunctionTLS.h>
+#include <c10/core/AutogradState.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/jit/frontend/function_schema_parser.h>
 #include <torch/library.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
@@ -51,79 +54,113 @@ class Resolved {
   ProcessGroupFused* fused_;
 };
 
-// A hyperparameter by the name that the operator has for it.
-void set_hyper(StepHyper& h, std::string_view name, const c10::IValue& value) {
-  if (name == "is_first_step") { // torch's name
-    name = "first_step";
+// `lr` is a number, or in the overload tensor_lr a tensor, as in torch's own
+// _fused_*_. found_inf is written because it becomes global.
+std::string schema(const StepInputs& step, bool tensor_lr) {
+  std::string states;
+  char alias = 'b';
+  for (const StepInputs::State& state : step.states) {
+    states += formatted("Tensor({}!)[] {}, ", alias++, state.name);
   }
-  bool found = false;
-  kernels::for_each_hyper(h, [&](std::string_view known, auto& member) {
-    if (name == known) {
-      member = value.to<std::decay_t<decltype(member)>>();
-      found = true;
-    }
-  });
-  TORCH_INTERNAL_ASSERT(found, "fused: no hyperparameter is called ", name);
+  std::string hypers = step.hypers;
+  hypers.replace(hypers.find("$lr"), 3, tensor_lr ? "Tensor lr" : "float lr");
+  return std::string(op_name(step.op)) + (tensor_lr ? ".tensor_lr" : "") +
+      "(Tensor(a!)[] params, Tensor[] grads, " + states +
+      (step.counts ? "Tensor(e!)[] state_steps, " : "") +
+      "*, Tensor(f!)[] master_params, " + hypers +
+      ", Tensor? grad_scale=None, Tensor(g!)? found_inf=None, "
+      "str reduce=\"mean\", float? weight=None, " +
+      (step.two_passes ? "" : "bool block_skip=False, ") +
+      "str group_name) -> ()";
 }
 
-// One function for all steps: schema() gives their arguments these names. A
-// synchronous step has succeeded when it returns nothing to wait for.
-void step(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  const std::vector<c10::Argument>& schema = op.schema().arguments();
-  const std::string& name = op.schema().name();
-  StepArguments a;
-  a.op = step_inputs(std::string_view(name).substr(name.find("::") + 2)).op;
-  HyperArguments hyper;
-  hyper.rest.decoupled = a.op != OpCode::kFusedAdam;
-  std::string reduce;
-  std::string group_name;
-  for (size_t i = 0; i < schema.size(); ++i) {
-    const c10::IValue& value = torch::jit::peek(*stack, i, schema.size());
-    const std::string& argument = schema[i].name();
-    if (argument == "params") {
-      a.params = value.toTensorVector();
-    } else if (argument == "grads") {
-      a.grads = value.toTensorVector();
-    } else if (argument == "master_params") {
-      a.masters = value.toTensorVector();
-    } else if (argument == "state_steps") {
-      a.steps = value.toTensorVector();
-    } else if (value.isTensorList()) {
-      a.states.push_back(value.toTensorVector());
-    } else if (argument == "lr" && value.isTensor()) {
-      hyper.lr = value.toTensor();
-    } else if (argument == "lr") {
-      hyper.lr = value.toDouble();
-    } else if (argument == "grad_scale") {
-      a.grad_scale = value.toOptional<at::Tensor>();
-    } else if (argument == "found_inf") {
-      a.found_inf = value.toOptional<at::Tensor>();
-    } else if (argument == "reduce") {
-      reduce = value.toStringRef();
-    } else if (argument == "weight") {
-      a.reduction.weight = value.toOptional<double>();
-    } else if (argument == "block_skip") {
-      a.block_skip = value.toBool();
-    } else if (argument == "group_name") {
-      group_name = value.toStringRef();
+// What executes one step, in both overloads.
+class Step final : public c10::OperatorKernel {
+ public:
+  explicit Step(const StepInputs& inputs) : inputs_(inputs) {
+    const auto parsed = torch::jit::parseSchema(schema(inputs, false));
+    const auto index = [&](const std::string& name) {
+      return parsed.argumentIndexWithName(name);
+    };
+    count_ = parsed.arguments().size();
+    lr_ = index("lr").value();
+    rest_ = index("grad_scale").value();
+    int known = 0;
+    const StepHyper any;
+    kernels::for_each_hyper(any, [&](const std::string& name, auto) {
+      const bool first = name == "first_step"; // torch has another name
+      const auto found = index(first ? "is_first_step" : name);
+      known += found.has_value();
+      hypers_.push_back(name == "lr" ? std::nullopt : found);
+    });
+    // Ranks would not compare a hyperparameter that for_each_hyper lacks.
+    TORCH_INTERNAL_ASSERT(
+        known == rest_ - index("master_params").value() - 1, inputs.hypers);
+  }
+
+  // Arguments are in schema()'s order.
+  void operator()(
+      const c10::OperatorHandle& /* op */,
+      c10::DispatchKeySet /* keys */,
+      torch::jit::Stack* stack) {
+    const auto values = torch::jit::last(*stack, count_);
+    const c10::IValue* next = values.begin();
+    StepArguments a;
+    a.op = inputs_.op;
+    a.params = (next++)->toTensorVector();
+    a.grads = (next++)->toTensorVector();
+    for (size_t k = 0; k < inputs_.states.size(); ++k) {
+      a.states.push_back((next++)->toTensorVector());
+    }
+    if (inputs_.counts) {
+      a.steps = (next++)->toTensorVector();
+    }
+    a.masters = next->toTensorVector();
+    a.hypers.resize(1);
+    HyperArguments& hyper = a.hypers[0];
+    if (values[lr_].isTensor()) {
+      hyper.lr = values[lr_].toTensor();
     } else {
-      set_hyper(hyper.rest, argument, value);
+      hyper.lr = values[lr_].toDouble();
+    }
+    hyper.rest.decoupled = a.op != OpCode::kFusedAdam;
+    auto at = hypers_.begin();
+    kernels::for_each_hyper(hyper.rest, [&](const char*, auto& member) {
+      if (*at) {
+        member = values[**at].template to<std::decay_t<decltype(member)>>();
+      }
+      ++at;
+    });
+    next = &values[rest_];
+    a.grad_scale = (next++)->toOptional<at::Tensor>();
+    a.found_inf = (next++)->toOptional<at::Tensor>();
+    const std::string& reduce = (next++)->toStringRef();
+    a.reduction.weight = (next++)->toOptional<double>();
+    a.block_skip = !inputs_.two_passes && (next++)->toBool();
+    TORCH_CHECK_VALUE(
+        reduce == "mean" || reduce == "sum",
+        formatted(
+            "fused: {}: reduce must be \"mean\" or \"sum\", found \"{}\"",
+            op_name(a.op),
+            reduce));
+    a.reduction.mean = reduce == "mean";
+    const Resolved group(next->toStringRef(), c10::DeviceType::CPU);
+    torch::jit::drop(*stack, count_);
+    // A synchronous step has succeeded when it returns nothing to wait for.
+    if (const auto work = group->fused_step_(std::move(a), false)) {
+      work->wait();
     }
   }
-  torch::jit::drop(*stack, schema.size());
-  TORCH_CHECK_VALUE(
-      reduce == "mean" || reduce == "sum",
-      formatted(
-          "fused: {}: reduce must be \"mean\" or \"sum\", found \"{}\"",
-          op_name(a.op),
-          reduce));
-  a.reduction.mean = reduce == "mean";
-  a.hypers = {std::move(hyper)};
-  const Resolved group(group_name, c10::DeviceType::CPU);
-  if (const auto work = group->fused_step_(std::move(a), false)) {
-    work->wait();
-  }
-}
+
+ private:
+  const StepInputs& inputs_;
+  // Places in the schema: of `lr`, of each hyperparameter by for_each_hyper's
+  // order, of what follows them.
+  int lr_;
+  std::vector<std::optional<int>> hypers_;
+  int rest_;
+  size_t count_; // of arguments
+};
 
 void all_reduce(
     const at::Tensor& tensor,
@@ -158,11 +195,15 @@ void all_reduce_of_autograd(
     const at::Tensor& tensor,
     c10::string_view op,
     c10::string_view group_name) {
-  if (at::GradMode::is_enabled() && tensor.requires_grad()) {
-    const std::string reason =
-        "fused: all_reduce_ writes to a tensor that requires grad, and has no "
-        "derivative: call it under torch.no_grad(), or "
-        "torch.distributed.nn.functional.all_reduce()";
+  const bool tangent = c10::AutogradState::get_tls_state().get_fw_grad_mode() &&
+      tensor._fw_grad(/*level=*/0).defined();
+  if (tangent || (at::GradMode::is_enabled() && tensor.requires_grad())) {
+    const std::string reason = tangent
+        ? "fused: all_reduce_ writes to a tensor that has a tangent, and has "
+          "no derivative: reduce both parts of forward_ad.unpack_dual()"
+        : "fused: all_reduce_ writes to a tensor that requires grad, and has "
+          "no derivative: call it under torch.no_grad(), or "
+          "torch.distributed.nn.functional.all_reduce()";
     if (tensor.is_cpu() &&
         !tensor.unsafeGetTensorImpl()->is_python_dispatch()) {
       const Resolved group(group_name, c10::DeviceType::CPU);
@@ -193,8 +234,9 @@ PyObject* call_all_reduce(
   }
   Py_ssize_t length = 0;
   const char* op = PyUnicode_AsUTF8AndSize(arguments[1], &length);
-  if (op == nullptr) {
-    throw python_error();
+  if (op == nullptr) { // no UTF-8
+    PyErr_Clear();
+    Py_RETURN_FALSE;
   }
   const auto group =
       py::handle(arguments[2]).cast<c10::intrusive_ptr<c10d::ProcessGroup>>();
@@ -231,36 +273,22 @@ void nothing(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   torch::jit::drop(*stack, count);
 }
 
-// `lr` is a number, or in the overload tensor_lr a tensor, as in torch's own
-// _fused_*_. found_inf is written because it becomes global.
-std::string schema(const StepInputs& step, bool tensor_lr) {
-  std::string states;
-  char alias = 'b';
-  for (const StepInputs::State& state : step.states) {
-    states += formatted("Tensor({}!)[] {}, ", alias++, state.name);
-  }
-  std::string hypers = step.hypers;
-  hypers.replace(hypers.find("$lr"), 3, tensor_lr ? "Tensor lr" : "float lr");
-  return std::string(op_name(step.op)) + (tensor_lr ? ".tensor_lr" : "") +
-      "(Tensor(a!)[] params, Tensor[] grads, " + states +
-      (step.counts ? "Tensor(e!)[] state_steps, " : "") +
-      "*, Tensor(f!)[] master_params, " + hypers +
-      ", Tensor? grad_scale=None, Tensor(g!)? found_inf=None, "
-      "str reduce=\"mean\", float? weight=None, " +
-      (step.two_passes ? "" : "bool block_skip=False, ") +
-      "str group_name) -> ()";
-}
-
-// All steps' operators, with one implementation.
-template <c10::BoxedKernel::BoxedKernelFunction* function>
-void implement_steps(torch::Library& m) {
+// All steps' operators. `make`: an implementation from the step's inputs.
+template <typename Make>
+void implement_steps(torch::Library& m, Make&& make) {
   for (const StepInputs& step : all_step_inputs()) {
     for (const char* overload : {"", ".tensor_lr"}) {
-      m.impl(
-          (std::string(op_name(step.op)) + overload).c_str(),
-          torch::CppFunction::makeFromBoxedFunction<function>());
+      m.impl((std::string(op_name(step.op)) + overload).c_str(), make(step));
     }
   }
+}
+
+void implement(torch::Library& m) {
+  m.impl("all_reduce_", &all_reduce);
+  implement_steps(m, [](const StepInputs& step) {
+    return torch::CppFunction::makeFromBoxedFunctor(
+        std::make_unique<Step>(step));
+  });
 }
 
 } // namespace
@@ -275,12 +303,10 @@ TORCH_LIBRARY(fusedpg, m) {
 }
 
 TORCH_LIBRARY_IMPL(fusedpg, CPU, m) {
-  m.impl("all_reduce_", &all_reduce);
-  implement_steps<&step>(m);
+  implement(m);
 }
 TORCH_LIBRARY_IMPL(fusedpg, CUDA, m) {
-  m.impl("all_reduce_", &all_reduce);
-  implement_steps<&step>(m);
+  implement(m);
 }
 
 TORCH_LIBRARY_IMPL(fusedpg, Autograd, m) {
@@ -312,7 +338,9 @@ TORCH_LIBRARY_IMPL(fusedpg, Negative, m) {
 
 TORCH_LIBRARY_IMPL(fusedpg, Meta, m) {
   m.impl("all_reduce_", &all_reduce_of_meta);
-  implement_steps<&nothing>(m);
+  implement_steps(m, [](const StepInputs& /* step */) {
+    return torch::CppFunction::makeFromBoxedFunction<&nothing>();
+  });
 }
 
 } // namespace fusedpg

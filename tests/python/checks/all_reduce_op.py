@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.distributed as dist
+from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -179,6 +180,15 @@ def refused(context: Context) -> None:
     with torch.no_grad():
         fusedpg.all_reduce_(leaf)
     assert torch.equal(leaf, torch.full((10,), float(context.world_size)))
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(torch.ones(10), torch.ones(10))
+        with pytest.raises((RuntimeError, ValueError), match="has no derivative"):
+            fusedpg.all_reduce_(dual if wrong else tensor)
+        with forward_ad._set_fwd_grad_enabled(False):
+            fusedpg.all_reduce_(dual)
+    # No UTF-8: torch.ops says what it says of other types, and nobody has begun.
+    with pytest.raises(RuntimeError, match="argument 'op'"):
+        fusedpg.all_reduce_(tensor, "\ud800")
 
 
 def compiled(context: Context) -> None:

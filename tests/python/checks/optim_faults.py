@@ -269,6 +269,13 @@ def wrong(context: Context, op: str, what: str) -> tuple[str, str]:
     return answers[0]
 
 
+# Hyperparameters besides lr, and values that no run has.
+OTHER_HYPERS: dict[str, float] = {
+    **dict.fromkeys(("weight_decay", "momentum", "dampening", "beta1", "beta2", "eps"), 0.5),
+    **dict.fromkeys(("nesterov", "maximize", "trust_clip", "always_adapt"), True),
+}
+
+
 def disagree(context: Context, op: str, what: str, async_op: bool) -> None:
     """Rank 0 passes something else than the others; raises, and nothing has moved."""
     odd = context.rank == 0
@@ -291,8 +298,8 @@ def disagree(context: Context, op: str, what: str, async_op: bool) -> None:
         override["lr"] = 0.5
     elif odd and what == "lr tensor":
         override["lr"] = torch.tensor(0.5)
-    elif odd and what == "weight_decay":
-        override["weight_decay"] = 0.5
+    elif odd and what in OTHER_HYPERS:
+        override[what] = OTHER_HYPERS[what]
     elif odd and what == "step":
         model.steps[1] += 1
     elif odd and what == "a late tensor" and model.steps:
