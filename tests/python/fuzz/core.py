@@ -59,7 +59,11 @@ SUBJECTS = {
     "pipelines": "fuzz.pipelines",
     "targets": "fuzz.targets",
     "layers": "fuzz.layers",
+    "sequence": "checks.sequence",
+    "norms": "checks.normed",
+    "shortcuts": "checks.shortcuts",
     "plans": "fuzz.plans",
+    "gpu": "checks.cuda_ranks",
     "chaos": "fuzz.chaos",
 }
 SECONDS = 90.0
