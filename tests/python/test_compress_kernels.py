@@ -419,8 +419,8 @@ def test_torch_operations_do_the_same(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "where, seed", [("131073", 1), *(harness.slow("1048577", seed) for seed in range(25))]
+    "where, seed", [("131073", 7), *(harness.slow("1048577", seed) for seed in range(25))]
 )
 def test_random_calls(where: str, seed: int) -> None:
-    """test_instruction_sets compares their bits."""
+    """Those of seed 7 have every kernel, and infinite norms; test_instruction_sets has them too."""
     core.search("kernels", where, core.seed(seed))

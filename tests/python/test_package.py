@@ -396,7 +396,7 @@ def test_instruction_sets(isa: str) -> None:
         assert isa in str(failure)
         pytest.skip(f"this machine or build has no {isa}")
     with workers:
-        programs = core.drawn("kernels", "70000", 5)
+        programs = core.drawn("kernels", "70000", 7)
         best = harness.pool(2).run(kernels, None, programs)
         assert workers.run(kernels, isa, programs) == best
 

@@ -55,6 +55,8 @@ SUBJECTS = {
     "messages": "fuzz.posts",
     "functions": "fuzz.functions",
     "rows": "fuzz.rows",
+    "lists": "test_fusion_lists",
+    "sums": "test_fusion_sums",
     "tuning": "fuzz.tuning",
     "pipelines": "fuzz.pipelines",
     "targets": "fuzz.targets",
