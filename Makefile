@@ -213,7 +213,7 @@ test-python: fake-gpu
 # Random programs of all subjects, or of SUBJECT=..., for MINUTES, or of one seed again: SUBJECT=...
 # WHERE=... SEED=... as a failure says.
 MINUTES ?= 10
-fuzz: $(BUILT)
+fuzz: fake-gpu
 	cd tests/python && $(BIN)/python -m fuzz --minutes $(MINUTES) $(if $(SUBJECT),--subject $(SUBJECT)) \
 	  $(if $(WHERE),--where '$(WHERE)') $(if $(SEED),--seed $(SEED))
 

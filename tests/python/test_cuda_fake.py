@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 import random
 import signal
 import time
@@ -32,6 +31,7 @@ from checks import (
 )
 from checks.fused_ops import BF16, FP16, FP32, FP64, OPS, Run
 from checks.sparse import Case
+from fuzz import core
 from test_faults import wait_for
 
 pytestmark = [pytest.mark.fused_only, pytest.mark.timeout(180)]
@@ -463,24 +463,18 @@ def test_other_device_is_current(streams: harness.Workers) -> None:
 # --- the order of calls, between ranks ----------------------------------------------
 
 
-def ranks(size: int) -> harness.Workers:
-    return harness.pool(size, **harness.fake_gpu() | {"options": {"cuda_chunk_bytes": 1 << 10}})
-
-
 @pytest.mark.parametrize("name", cuda_ranks.PROGRAMS)
 def test_programs_of_ranks(name: str) -> None:
-    ranks(2).run(cuda_ranks.fixed, name)
+    cuda_ranks.workers("2").run(cuda_ranks.fixed, name)
 
 
-@pytest.mark.parametrize("size", [2, harness.slow(3)])
-def test_random_programs_of_ranks(size: int) -> None:
-    """FUSEDPG_FAKE_SEED repeats what a failure's message names."""
-    seed = int(os.environ.get("FUSEDPG_FAKE_SEED") or random.randrange(1 << 30))
-    ranks(size).run(cuda_ranks.drawn, seed, 12, 15)
+@pytest.mark.parametrize("where", ["2", harness.slow("3")])
+def test_random_programs_of_ranks(where: str) -> None:
+    core.search("gpu", where, core.seed(random.randrange(1 << 30)))
 
 
 def test_fake_ungrouped_messages() -> None:
-    ranks(2).run(cuda_ranks.ungrouped_messages)
+    cuda_ranks.workers("2").run(cuda_ranks.ungrouped_messages)
 
 
 @pytest.mark.parametrize("how", ["abort", harness.slow("shutdown")])
@@ -491,7 +485,7 @@ def test_end_beside_a_caller(how: str) -> None:
 
 @pytest.mark.parametrize("warm", [True, False], ids=["warm", "first"])
 def test_inside_a_group_of_nccl(warm: bool) -> None:
-    ranks(2).run(cuda_ranks.inside_a_group_of_nccl, warm)
+    cuda_ranks.workers("2").run(cuda_ranks.inside_a_group_of_nccl, warm)
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,10 @@ import fusedpg
 import fusedpg.hvd as hvd
 from fusedpg import compress
 from fusedpg.fusion import Partial, Replicate, Shard, all_reduce
+from fuzz.plans import tiny
 from harness import Context, on_ranks
 from test_hvd import session
-from test_plan_train import random_plan, tiny
+from test_plan_train import random_plan
 
 Parts = dict[str, Any]
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +17,8 @@ from checks.compiled import compiles
 from checks.fusion import shard
 from checks.refused import refused
 from fusedpg.fusion import FuseCollective, Partial, Replicate, Shard, all_gather, reduce_scatter
+from fuzz import core
+from fuzz.core import Choices, Pair, Tape, done, draw_tape
 from harness import Context, on_ranks
 
 SHAPES = [(), (1,), (0,), (7,), (3, 5), (2, 0, 3), (33, 4), (128,), (2, 3, 17)]
@@ -39,7 +40,7 @@ def scaled(gs: Partial, ws: Replicate, lr: float):
     return ws * torch.tanh(ws) + lr * fusedpg.fusion.all_reduce(gs)
 
 
-def _list(drawn: random.Random, shapes: list[tuple[int, ...]], values: Any) -> list[torch.Tensor]:
+def _list(drawn: Choices, shapes: list[tuple[int, ...]], values: Any) -> list[torch.Tensor]:
     """Tensors of these shapes that lie somewhere: by themselves, as views, in other orders."""
     count = sum(torch.Size(shape).numel() for shape in shapes)
     kind = drawn.choice(["own", "views", "apart", "gap", "transposed"])
@@ -91,19 +92,26 @@ def gradients(context: Context) -> None:
 pytestmark = pytest.mark.fused_only
 
 
-def randomly(context: Context, seed: int) -> None:
+WHERE = ("2", "1", "3", "4", "two and one")
+EXAMPLES = 14
+
+
+def draw(choose: Choices, where: str) -> Tape:
+    return draw_tape(choose, 10, 60)
+
+
+def run(program: Tape, context: Context) -> Iterator[Pair]:
     """Steps in place and into new tensors, against torch's Adam-like formula a tensor at a time."""
-    drawn = random.Random(seed)
+    drawn = program.choices()
     size, rank = context.world_size, context.rank
     shapes = [drawn.choice(SHAPES) for _ in range(drawn.randint(1, 6))] + [(5,)]
-    draw = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(drawn.getrandbits(32))
 
     def values() -> list[torch.Tensor]:
-        return [torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes]
+        return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
     start, parts = values(), [values() for _ in range(size)]
-    runs = [adam, adam.scheduled(), adam.scheduled(FuseCollective())]
-    run = runs[seed % 3]
+    step = drawn.choice([adam, adam.scheduled(), adam.scheduled(FuseCollective())])
     most = drawn.choice([0.5, 1e6])
     mean = [torch.stack(ts).mean(0) for ts in zip(*parts)]
     norm = torch.cat([g.reshape(-1) for g in mean]).norm()
@@ -119,50 +127,41 @@ def randomly(context: Context, seed: int) -> None:
         gs = _list(drawn, shapes, parts[rank])
         ws = _list(drawn, shapes, start)
         zero = torch.zeros(count, dtype=torch.float64)
-        whole, m, _, total = run(
+        whole, m, _, total = step(
             gs, tuple(ws), zero, [zero[: count // 2], zero[count // 2 :]], 0.1, most
         )
         torch.testing.assert_close(total, norm, rtol=1e-12, atol=0)
         torch.testing.assert_close(m, flat_m, rtol=1e-11, atol=1e-14)
         expected = torch.cat([w.reshape(-1) for w in new])
         torch.testing.assert_close(whole, expected, rtol=1e-11, atol=1e-13)
-        again = run(torch.cat([g.reshape(-1) for g in gs]), ws, zero, zero, lr=0.1, most=most)
+        again = step(torch.cat([g.reshape(-1) for g in gs]), ws, zero, zero, lr=0.1, most=most)
         assert torch.equal(again[0], whole) and torch.equal(again[1], m)
         for async_op in (False, True):
             mine = _list(drawn, shapes, start) if async_op else ws
             ms, v = [zero[: count // 3].clone(), zero[count // 3 :].clone()], zero.clone()
             targets = (mine, ms, v, torch.empty((), dtype=torch.float64))
-            got = run.into(targets, gs, mine, ms, v, lr=0.1, most=most, async_op=async_op)
+            got = step.into(targets, gs, mine, ms, v, lr=0.1, most=most, async_op=async_op)
             got = got.wait() if async_op else got
-            assert all(x is y for x, y in zip(got, targets)), seed
-            assert torch.equal(torch.cat([w.reshape(-1) for w in mine]), whole), seed
+            assert all(x is y for x, y in zip(got, targets))
+            assert torch.equal(torch.cat([w.reshape(-1) for w in mine]), whole)
             assert torch.equal(torch.cat(ms), m) and torch.equal(got[3], total)
         # Into other tensors the arguments stay.
         other = _list(drawn, shapes, start)
         before = [w.clone() for w in ws]
-        run.into((other, torch.empty(count, dtype=v.dtype), v, total), gs, ws, m, v, 0.1, most)
+        step.into((other, torch.empty(count, dtype=v.dtype), v, total), gs, ws, m, v, 0.1, most)
         assert all(torch.equal(x, y) for x, y in zip(ws, before))
         assert not torch.equal(other[-1], ws[-1])
+    yield done("steps")
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_random_lists(world_size: int) -> None:
-    """A failure names its seed, which `SEED=` runs again, alone."""
-    seeds = [int(os.environ["SEED"])] if "SEED" in os.environ else range(15)
-    for seed in seeds:
-        harness.pool(world_size).run(randomly, seed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_many_random_lists(world_size: int) -> None:
-    for seed in range(100, 250):
-        harness.pool(world_size).run(randomly, seed)
+@pytest.mark.parametrize("seed", [0, *map(harness.slow, range(1, 10))])
+@pytest.mark.parametrize("where", ["2", "1", "3", harness.slow("4")])
+def test_random_lists(where: str, seed: int) -> None:
+    core.search("lists", where, core.seed(seed))
 
 
 def test_random_lists_between_hosts() -> None:
-    for seed in range(6):
-        harness.pool_of_hosts("two and one").run(randomly, seed)
+    core.search("lists", "two and one", core.seed(0))
 
 
 @on_ranks(2)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import random
 import signal
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +14,8 @@ import torch.distributed as dist
 import fusedpg
 import harness
 from checks import fusion as checks
-from checks.compiled import compiles, done, reductions
+from checks.compiled import compiles, reductions
+from checks.compiled import done as operations
 from checks.fusion import Case, assert_same, shard
 from checks.refused import refused
 from fusedpg.fusion import (
@@ -32,6 +32,8 @@ from fusedpg.fusion import (
     compiled,
     reduce_scatter,
 )
+from fuzz import core
+from fuzz.core import Choices, Pair, done
 from harness import Context, on_ranks
 from test_faults import kill_last, wait_for
 
@@ -63,9 +65,12 @@ _SCALED = [
 ]
 
 
-def program(seed: int) -> Case:
-    """A random one, with at least one sum that later elements depend on."""
-    drawn = random.Random(seed)
+WHERE = ("2", "3", "1", "4")
+EXAMPLES = 11
+
+
+def draw(drawn: Choices, where: str) -> Case:
+    """A program with at least one sum that later elements depend on."""
     whole, numbers = ["r0", "m0"], []
     form = drawn.choice(["reduce_scatter(g, 'mean')", "all_reduce(g, 'mean')"])
     lines = [f"r0 = {form}", "m0 = 0.9 * m + r0"]
@@ -98,7 +103,7 @@ def program(seed: int) -> Case:
         f"seed: int) -> ({', '.join(layouts)},):"
     )
     text = "\n    ".join([head, *lines, f"return {', '.join(results)},"])
-    return Case(text, drawn.choice(shapes), drawn.choice(dtypes), False, seed)
+    return Case(text, drawn.choice(shapes), drawn.choice(dtypes), False, drawn.randint(0, 99))
 
 
 def _sums(program: Any) -> int:
@@ -122,10 +127,10 @@ def _scheduled(
 
     ways: list[Any] = [call()]  # operation by operation
     with compiles(context):
-        before = done()
+        before = operations()
         ways += [call(), call(), call(async_op=True).wait()]
         if "extern" in text:
-            assert done() == before + 3 * reductions(schedule.program), what
+            assert operations() == before + 3 * reductions(schedule.program), what
         # Over arguments, where one fits.
         given = {key: t.clone() for key, t in mine.items()}
         free = dict(given)
@@ -213,16 +218,8 @@ pytestmark = pytest.mark.fused_only
 SIZES = [1, 2, 3, 4]
 
 
-def seeds(few: int, more: int = 0) -> list[object]:
-    """`SEED=` runs one again, alone."""
-    if "SEED" in os.environ:
-        return [int(os.environ["SEED"])]
-    return [*range(few), *(harness.slow(seed) for seed in range(few, more))]
-
-
-def randomly(context: Context, seed: int) -> int:
+def run(case: Case, context: Context) -> Iterator[Pair]:
     """A program's schedules with such sums, operation by operation and compiled."""
-    case = program(seed)
     size, rank = context.world_size, context.rank
     drawn = checks.tensors(case, size)
     wide = {
@@ -234,23 +231,15 @@ def randomly(context: Context, seed: int) -> int:
     mine["m"] = shard(drawn["m"], size, rank)
     fused = fusedpg.fuse(checks.compiled(case.text, checks.FUSED))
     found = [s for s in fused.schedules(**mine, lr=0.5, seed=1) if _sums(s.program)]
-    return sum(_scheduled(context, case, fused, schedule, mine, expected) for schedule in found[:2])
+    for schedule in found[:2]:
+        if _scheduled(context, case, fused, schedule, mine, expected):
+            yield done("compiled")
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_random_programs(world_size: int) -> None:
-    workers = harness.pool(world_size)
-    ran = 0
-    for seed in seeds(12):
-        ran += workers.run(randomly, seed)[0]
-    assert ran > 8 or "SEED" in os.environ
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("seed", seeds(0, 60))
-def test_many_random_programs(world_size: int, seed: int) -> None:
-    harness.pool(world_size).run(randomly, seed)
+@pytest.mark.parametrize("seed", [0, *map(harness.slow, range(1, 6))])
+@pytest.mark.parametrize("where", ["2", "3", *map(harness.slow, "14")])
+def test_random_programs(where: str, seed: int) -> None:
+    assert core.search("sums", where, core.seed(seed)) > 8 * int(where)
 
 
 def one_operation(context: Context) -> None:
@@ -264,9 +253,9 @@ def one_operation(context: Context) -> None:
         mine = w.clone(), shard(m, size, rank), shard(v, size, rank)
         with compiles(context):
             new = step(gradients[rank], *mine, lr=0.1)
-            before = done()
+            before = operations()
             got = step.into(mine, gradients[rank], *mine, lr=0.1)
-            assert done() == before + 1
+            assert operations() == before + 1
         assert all(x is y and torch.equal(x, z) for x, y, z in zip(got, mine, new))
         g = gradients.double().mean(0)
         m, v = 0.9 * m.double() + 0.1 * g, 0.999 * v.double() + 0.001 * g * g
@@ -308,9 +297,8 @@ def disagreements(context: Context) -> None:
 
 @pytest.mark.parametrize("hosts", ["three", "two and one"])
 def test_between_hosts(hosts: str) -> None:
+    core.search("sums", hosts, core.seed(0))
     workers = harness.pool_of_hosts(hosts)
-    for seed in seeds(4):
-        workers.run(randomly, seed)
     workers.run(one_operation)
     workers.run(disagreements)
 
@@ -329,9 +317,9 @@ def read_later(context: Context) -> None:
     with compiles(context):
         expected = run(gradients[rank], w, m)
         other = torch.empty_like(w)
-        before = done()
+        before = operations()
         run.into((m, w, other), gradients[rank], w, m)
-        assert done() == before + 1
+        assert operations() == before + 1
     for got, wanted in zip((m, w, other), expected):
         assert torch.equal(got, wanted)
 
@@ -359,9 +347,9 @@ def gathered_again(context: Context) -> None:
         assert "AsShard(), FuseCollective()" in titles
         with compiles(context):
             run = fused.scheduled(AsShard(), FuseCollective())
-            before = done()
+            before = operations()
             run(parts[rank])
-            assert done() == before + 1
+            assert operations() == before + 1
             # A group is fixed before the slice is seen.
             run = fused.scheduled(AsShard(), FuseCompute(), FuseCollective())
             torch.testing.assert_close(run(parts[rank])[0], u, rtol=1e-12, atol=0)
@@ -381,9 +369,9 @@ def whole_sums(context: Context) -> None:
     w = torch.randn(50, generator=draw, dtype=torch.float64)
     u = parts.mean(0) / (w.norm() + parts.mean(0).norm())
     with compiles(context):
-        before = done()
+        before = operations()
         got = sums_of_sums.scheduled(FuseCollective())(parts[rank], w)
-        assert done() == before + 1
+        assert operations() == before + 1
     torch.testing.assert_close(got, u * u.sum(), rtol=1e-11, atol=1e-14)
 
 
@@ -399,10 +387,10 @@ def test_number_over_a_slice(context: Context) -> None:
     run = clipped.scheduled(FuseCollective())
     with compiles(context):
         new, moment, norm = run(g, w, m, lr=0.5, most=1e6)
-        before = done()
+        before = operations()
         given, target = w.clone(), torch.empty(1)
         run.into((given, target, m.view(())), g, given, m, lr=0.5, most=1e6)
-        assert done() == before + 1
+        assert operations() == before + 1
     assert torch.equal(given, new) and torch.equal(target, moment) and float(m) == float(norm)
 
 
@@ -451,9 +439,9 @@ def loop(context: Context) -> tuple[str, float]:
     with compiles(context):
         try:
             while True:
-                before = done()
+                before = operations()
                 step(x, x, part, part, lr=0.1)
-                assert done() == before + 1
+                assert operations() == before + 1
                 calls += 1
                 if calls == 3:
                     mark(context, "running")

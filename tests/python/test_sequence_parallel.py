@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,26 +12,19 @@ from checks import sequence as checks
 from checks.refused import refused
 from fusedpg.tensor_parallel._epilogue import Place
 from fusedpg.tensor_parallel._sequence import normed
+from fuzz import core
 
 SIZES = [2, harness.slow(1), harness.slow(3)]
 
 
-def seeds() -> list[Any]:
-    """One of Gloo, of generated code and without, then many slow ones; `SEED=` runs one."""
-    if "SEED" in os.environ:
-        return [(int(os.environ["SEED"]),)]
-    return [(7, 19, 54), *(harness.slow(range(at, at + 12)) for at in range(0, 300, 12))]
-
-
-@pytest.mark.parametrize("world_size", [2, *(harness.slow(size) for size in (1, 3, 4))])
-@pytest.mark.parametrize("some", seeds(), ids=str)
-def test_random_cases(world_size: int, some: Iterable[int]) -> None:
-    for seed in some:
-        harness.pool(world_size).run(checks.drawn, seed)
+@pytest.mark.parametrize("seed", [0, *map(harness.slow, range(1, 60))])
+@pytest.mark.parametrize("where", ["2", *map(harness.slow, checks.WHERE[2:4])])
+def test_random_cases(where: str, seed: int) -> None:
+    core.search("sequence", where, core.seed(seed))
 
 
 def test_one_rank() -> None:
-    harness.pool(1).run(checks.drawn, 54)
+    core.search("sequence", "1", core.seed(0))
 
 
 @pytest.mark.parametrize(
@@ -100,10 +89,9 @@ def test_between_hosts(names: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.fused_only
-@pytest.mark.parametrize("some", seeds()[:8], ids=str)
-def test_random_cases_between_hosts(some: Iterable[int]) -> None:
-    for seed in some:
-        harness.pool_of_hosts("two and one").run(checks.drawn, seed)
+@pytest.mark.parametrize("seed", range(20))
+def test_random_cases_between_hosts(seed: int) -> None:
+    core.search("sequence", "two and one", core.seed(seed))
 
 
 @harness.on_ranks(2)

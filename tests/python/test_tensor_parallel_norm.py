@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable
-from typing import Any
-
 import pytest
 
 import harness
 from checks import normed
+from fuzz import core
 
 pytestmark = pytest.mark.fused_only
 
 
-def seeds() -> list[Any]:
-    """Some, then many slow ones; `SEED=` runs one."""
-    if "SEED" in os.environ:
-        return [(int(os.environ["SEED"]),)]
-    return [(1, 5), *(harness.slow(range(at, at + 20)) for at in range(0, 160, 20))]
-
-
-@pytest.mark.parametrize("world_size", [2, *(harness.slow(size) for size in (1, 3))])
-@pytest.mark.parametrize("some", seeds(), ids=str)
-def test_random_cases(world_size: int, some: Iterable[int]) -> None:
-    for seed in some:
-        harness.pool(world_size).run(normed.drawn, seed)
+@pytest.mark.parametrize("seed", [0, *map(harness.slow, range(1, 40))])
+@pytest.mark.parametrize("where", ["2", *map(harness.slow, "13")])
+def test_random_cases(where: str, seed: int) -> None:
+    core.search("norms", where, core.seed(seed))
 
 
 def test_hooks() -> None:

@@ -21,9 +21,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import harness
 from checks.cuda_order import Scene, make_delegate
+from fuzz.core import Choices, Pair, done
 from harness import Context
 
+WHERE = ("2", "3")
+EXAMPLES = 11
 COUNT = 384  # several chunks; for 2, 3 and 4 ranks
 TENSORS = 5
 PARAM = 0  # the tensor that fused operations change, and nothing else does
@@ -34,7 +38,7 @@ REDUCTIONS = {
 }
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Call:
     kind: str  # fused, all_reduce, broadcast, gather, scatter, exchange or region
     source: int = 1
@@ -45,33 +49,43 @@ class Call:
     region: tuple[Call, ...] = ()
 
 
-def draw_call(rng: random.Random, size: int, free: list[int]) -> Call:
+def draw_call(choose: Choices, size: int, free: list[int]) -> Call:
     """An ordinary collective of tensors that are free; it takes them."""
-    kind = rng.choice(["all_reduce", "broadcast", "gather", "scatter"])
+    kind = choose.choice(["all_reduce", "broadcast", "gather", "scatter"])
     target = free.pop()
-    source = rng.choice([PARAM, free.pop()]) if kind in ("gather", "scatter") else target
-    root, op = rng.randrange(size), rng.choice(list(REDUCTIONS))
-    return Call(kind, source, target, root, op, rng.random() < 0.5)
+    source = choose.choice([PARAM, free.pop()]) if kind in ("gather", "scatter") else target
+    root, op = choose.randrange(size), choose.choice(list(REDUCTIONS))
+    return Call(kind, source, target, root, op, choose.random() < 0.5)
 
 
-def draw(seed: int, size: int, length: int) -> list[Call]:
-    rng = random.Random(seed)
-    program = []
-    for _ in range(length):
-        free = rng.sample(range(1, TENSORS), TENSORS - 1)
-        kind = rng.choice(["fused", "ordinary", "ordinary", "exchange", "region"])
-        async_op = rng.random() < 0.5
+@dataclasses.dataclass(frozen=True)
+class Program:
+    calls: tuple[Call, ...]
+    seed: int  # of streams and times
+
+
+def workers(where: str) -> harness.Workers:
+    options = harness.fake_gpu() | {"options": {"cuda_chunk_bytes": 1 << 10}}
+    return harness.pool(int(where), **options)
+
+
+def draw(choose: Choices, where: str) -> Program:
+    calls = []
+    for _ in range(choose.randint(1, 25)):
+        free = choose.sample(range(1, TENSORS), TENSORS - 1)
+        kind = choose.choice(["fused", "ordinary", "ordinary", "exchange", "region"])
+        async_op = choose.random() < 0.5
         if kind == "fused":
-            program.append(Call("fused", free.pop(), async_op=async_op))
+            calls.append(Call("fused", free.pop(), async_op=async_op))
         elif kind == "ordinary":
-            program.append(draw_call(rng, size, free))
+            calls.append(draw_call(choose, int(where), free))
         elif kind == "exchange":
-            program.append(Call("exchange", rng.choice([PARAM, free.pop()]), free.pop()))
+            calls.append(Call("exchange", choose.choice([PARAM, free.pop()]), free.pop()))
         else:
             # What is launched together has no order.
-            calls = tuple(draw_call(rng, size, free) for _ in range(rng.randint(1, 2)))
-            program.append(Call("region", async_op=async_op, region=calls))
-    return program
+            region = tuple(draw_call(choose, int(where), free) for _ in range(choose.randint(1, 2)))
+            calls.append(Call("region", async_op=async_op, region=region))
+    return Program(tuple(calls), choose.getrandbits(32))
 
 
 def initial(rank: int) -> list[torch.Tensor]:
@@ -184,30 +198,26 @@ class Ranks(Scene):
         assert self.fake.mismatches() == self.mistakes, what
 
 
-def run(context: Context, program: list[Call], seed: int, what: str) -> None:
+def run(program: Program, context: Context) -> Iterator[Pair]:
     """Each rank draws the streams that it calls from, and how long one of them is held."""
     ranks = Ranks(context)
-    rng = random.Random(f"{seed}, {context.rank}")
+    rng = random.Random(f"{program.seed}, {context.rank}")
     ranks.fake.set_delay(rng.choice([0, 200, 1000]))
     streams = [0, ranks.a, ranks.b]
     hold = ranks.fake.Hold(rng.choice(streams))
     timer = threading.Timer(rng.choice([0.0, 0.02]), hold.release)
     timer.start()
-    for i, call in enumerate(program):
+    for i, call in enumerate(program.calls):
         with ranks.on(rng.choice(streams)):
             ranks.call(call, rng.random() < 0.5)
         if rng.random() < 0.1:
-            ranks.check(f"{what}, after call {i} of {program}")
-    ranks.check(f"{what}, after {program}")
+            ranks.check(f"after call {i}")
+            yield done(f"call {i}")
+    ranks.check("after all calls")
+    yield done("all calls")
     timer.join()
     ranks.fake.set_delay(0)
     ranks.close()
-
-
-def drawn(context: Context, seed: int, rounds: int, length: int) -> None:
-    for number in range(seed, seed + rounds):
-        program = draw(number, context.world_size, length)
-        run(context, program, number, f"seed {number}, rank {context.rank}")
 
 
 REGION = (Call("gather", PARAM, 3), Call("all_reduce", 4, 4))
@@ -246,7 +256,7 @@ PROGRAMS = {
 
 def fixed(context: Context, name: str) -> None:
     for seed in range(4):
-        run(context, PROGRAMS[name], seed, f"{name}, seed {seed}, rank {context.rank}")
+        list(run(Program(tuple(PROGRAMS[name]), seed), context))
 
 
 def ungrouped_messages(context: Context) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-import random
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -11,73 +12,74 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint as recomputed
 
-from checks.compiled import compiles, done
+from checks.compiled import compiles
+from checks.compiled import done as operations
 from checks.fusion import reference_dropout
 from checks.sequence import close, norm_of
-from checks.tensor_parallel import draw
+from checks.tensor_parallel import draw as rand
 from fusedpg import tensor_parallel
+from fuzz.core import Choices, Pair, done
 from fuzz.layers import without_compiler
 from harness import Context
 
+WHERE = ("2", "1", "3")
+EXAMPLES = 3
 make = tensor_parallel.RowParallelLinear.from_linear
 
 
-class Case:
-    """Drawn by a seed."""
-
-    def __init__(self, seed: int, size: int) -> None:
-        chosen = random.Random(seed)
-        self.dtype = chosen.choice([torch.float64, torch.float32, torch.bfloat16])
-        self.lead = [chosen.choice([1, 2, 3]), chosen.choice([1, 4, 40])]
-        self.dim = chosen.choice([0, 1])
-        self.lead[self.dim] *= size
-        self.out = chosen.choice([32, 64, 96, 2048])
-        self.bias = chosen.random() < 0.6
-        self.residual = chosen.random() < 0.6
-        self.p = chosen.choice([0.0, 0.3])
-        self.affine = chosen.random() < 0.8
-        self.frozen = chosen.choice([(), (), ("norm.weight",), ("bias", "weight"), ("x", "r")])
-        self.again = chosen.random() < 0.2
-        self.text = f"seed {seed} on {size} ranks: {self.__dict__}"
-
-    def module(self) -> Any:
-        if self.affine:
-            return norm_of("rms", self.out, self.dtype)
-        return nn.RMSNorm(self.out, eps=1e-5, dtype=self.dtype, elementwise_affine=False)
+def draw(choose: Choices, where: str) -> SimpleNamespace:
+    case, size = SimpleNamespace(), int(where)
+    case.dtype = choose.choice([torch.float64, torch.float32, torch.bfloat16])
+    case.lead = [choose.choice([1, 2, 3]), choose.choice([1, 4, 40])]
+    case.dim = choose.choice([0, 1])
+    case.lead[case.dim] *= size
+    case.out = choose.choice([32, 64, 96, 2048])
+    case.bias = choose.random() < 0.6
+    case.residual = choose.random() < 0.6
+    case.p = choose.choice([0.0, 0.3])
+    case.affine = choose.random() < 0.8
+    case.frozen = choose.choice([(), (), ("norm.weight",), ("bias", "weight"), ("x", "r")])
+    case.again = choose.random() < 0.2
+    return case
 
 
-def reference(case: Case, model: nn.ModuleDict, x: torch.Tensor, r: torch.Tensor) -> dict[str, Any]:
+def norm_in(case: SimpleNamespace) -> Any:
+    if case.affine:
+        return norm_of("rms", case.out, case.dtype)
+    return nn.RMSNorm(case.out, eps=1e-5, dtype=case.dtype, elementwise_affine=False)
+
+
+def reference(
+    case: SimpleNamespace, model: nn.ModuleDict, x: torch.Tensor, r: torch.Tensor
+) -> dict[str, Any]:
     x, r = (t.clone().requires_grad_(n not in case.frozen) for n, t in (("x", x), ("r", r)))
     y = model["linear"](x)
     y = reference_dropout(y, case.p, 5) if case.p else y
     y = r + y if case.residual else y
     z = model["norm"](y)
-    loss = (z.double() * draw(*z.shape, seed=5)).sum() + (y.double() * draw(*y.shape, seed=6)).sum()
+    loss = (z.double() * rand(*z.shape, seed=5)).sum() + (y.double() * rand(*y.shape, seed=6)).sum()
     if loss.requires_grad:
         loss.backward()
     found = {"norm": z, "sum": y, "gradient of x": x.grad, "gradient of r": r.grad}
     return found | {f"gradient of {name}": p.grad for name, p in model.named_parameters()}
 
 
-def drawn(context: Context, seed: int) -> None:
-    case = Case(seed, context.world_size)
+def run(case: SimpleNamespace, context: Context) -> Iterator[Pair]:
     with compiles(context):
-        try:
-            compare(context, case)
-        except Exception as error:
-            raise AssertionError(f"{case.text}: {error}") from error
+        compare(context, case)
+    yield done("values and gradients")
 
 
-def compare(context: Context, case: Case) -> None:
+def compare(context: Context, case: SimpleNamespace) -> None:
     size, rank, dim = context.world_size, context.rank, case.dim
     torch.manual_seed(3)
     linear = nn.Linear(4 * size, case.out, case.bias, dtype=case.dtype)
-    whole = nn.ModuleDict({"linear": linear, "norm": case.module()})
+    whole = nn.ModuleDict({"linear": linear, "norm": norm_in(case)})
     for name, parameter in whole.named_parameters():
         plain = name.removeprefix("linear.")
         parameter.requires_grad_(plain not in case.frozen)
-    x = draw(*case.lead, 4 * size, seed=1).to(case.dtype)
-    r = draw(*case.lead, case.out, seed=2).to(case.dtype)
+    x = rand(*case.lead, 4 * size, seed=1).to(case.dtype)
+    r = rand(*case.lead, case.out, seed=2).to(case.dtype)
     usual = reference(case, copy.deepcopy(whole), x, r)
     row = make(
         copy.deepcopy(linear),
@@ -97,10 +99,10 @@ def compare(context: Context, case: Case) -> None:
     def ours(x: torch.Tensor) -> Any:
         return row(x, residual if case.residual else None, seed=5)
 
-    before = done()
+    before = operations()
     z, y = recomputed(ours, mine, use_reentrant=False) if case.again else ours(mine)
-    assert done() == before + (case.p > 0), "dropout is one operation with the sum"
-    weights = (cut(draw(*want["sum"].shape, seed=n)) for n in (5, 6))
+    assert operations() == before + (case.p > 0), "dropout is one operation with the sum"
+    weights = (cut(rand(*want["sum"].shape, seed=n)) for n in (5, 6))
     loss = sum((t.double() * w).sum() for t, w in zip((z, y), weights))
     if loss.requires_grad:
         loss.backward()
@@ -128,7 +130,7 @@ def compare(context: Context, case: Case) -> None:
 def hooks(context: Context) -> None:
     """Hooks see the norm's input and output, on one rank as on all; and may change them."""
     size, rank = context.world_size, context.rank
-    x, seen = draw(4 * size, 4 * size, seed=1).chunk(size, -1)[rank], []
+    x, seen = rand(4 * size, 4 * size, seed=1).chunk(size, -1)[rank], []
     norm = nn.RMSNorm(64)
     row = make(nn.Linear(4 * size, 64), norm=norm, sequence_dim=0)
     with compiles(context):
@@ -153,8 +155,8 @@ def behind(context: Context) -> None:
 
     def check(norm: nn.Module, features: int = 64, dtype: Any = torch.float32, **more: Any) -> None:
         linear = nn.Linear(4 * size, features, dtype=dtype)
-        x = draw(3 * size, 4 * size, seed=1).to(dtype).chunk(size, -1)[rank]
-        residual = draw(3 * size, features, seed=2).to(dtype)
+        x = rand(3 * size, 4 * size, seed=1).to(dtype).chunk(size, -1)[rank]
+        residual = rand(3 * size, features, seed=2).to(dtype)
         for dim in (None, 0):
             row = make(linear, norm=norm, sequence_dim=dim, **more)
             part = residual if dim is None else residual.chunk(size)[rank]
@@ -173,17 +175,17 @@ def behind(context: Context) -> None:
         patched.forward = lambda x: x * 2  # type: ignore[method-assign]
         check(patched)
         row = make(nn.Linear(4 * size, 64), norm=nn.RMSNorm(64))
-        z, y = row(draw(4, 4, seed=1))
+        z, y = row(rand(4, 4, seed=1))
         assert torch.equal(z, row.norm(y))
         with without_compiler(rank == size - 1):
             check(nn.RMSNorm(96), features=96)
         options: dict[str, Any] = {"norm": nn.RMSNorm(64), "sequence_dim": 0}
         row = make(nn.Linear(4 * size, 64), group=context.oracle, **options)
-        z, y = row(draw(4 * size, 4, seed=1))
+        z, y = row(rand(4 * size, 4, seed=1))
         assert torch.equal(z, row.norm(y))
         with torch.autocast("cpu", torch.bfloat16):
             row = make(nn.Linear(4 * size, 64), **options)
-            z, y = row(draw(4 * size, 4, seed=1))
+            z, y = row(rand(4 * size, 4, seed=1))
             assert y.dtype == torch.bfloat16 and torch.equal(z, row.norm(y))
     dist.barrier(group=context.oracle)
 
@@ -191,7 +193,7 @@ def behind(context: Context) -> None:
 def between_hosts(context: Context) -> None:
     """A part's rows are those of the whole, whose norm is computed behind."""
     size, rank = context.world_size, context.rank
-    x = draw(8 * size, 4 * size, seed=1).chunk(size, -1)[rank]
+    x = rand(8 * size, 4 * size, seed=1).chunk(size, -1)[rank]
     linear = nn.Linear(4 * size, 96)
     results = []
     with compiles(context):

@@ -496,6 +496,8 @@ def _state(s: Script) -> dict[str, Any]:
 def _round_trip(s: Script, how: str) -> None:
     """Out of the optimizer and into it again."""
     if how == "distributed":
+        if not (s.fused or s.opt.state):
+            return  # torch would make moments, by a step with gradients of zero, and keep them
         # Slow to import.
         from torch.distributed.checkpoint import state_dict as dcp
 

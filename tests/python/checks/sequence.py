@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import random
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,16 +19,21 @@ from torch.distributed.tensor import parallel as torch_styles
 from torch.utils.checkpoint import checkpoint as recomputed
 
 import fusedpg
-from checks.compiled import compiles, done
+from checks.compiled import compiles
+from checks.compiled import done as operations
 from checks.fusion import reference_dropout
 from checks.refused import refused
-from checks.tensor_parallel import Block, draw
+from checks.tensor_parallel import Block
+from checks.tensor_parallel import draw as rand
 from fusedpg import tensor_parallel
 from fusedpg.tensor_parallel._blocks import Blocks
 from fusedpg.tensor_parallel._epilogue import Epilogue, Place
+from fuzz.core import Choices, Pair, done, world_of
 from fuzz.layers import agree, whole_of, without_compiler
 from harness import Context
 
+WHERE = ("2", "1", "3", "4", "two and one")
+EXAMPLES = 4
 BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
 
@@ -44,60 +50,55 @@ def norm_of(kind: str | None, features: int, dtype: torch.dtype) -> Any:
     norm = {"rms": nn.RMSNorm, "layer": nn.LayerNorm}[kind](features, eps=1e-5, dtype=dtype)
     with torch.no_grad():
         for number, parameter in enumerate(norm.parameters()):
-            parameter.add_(draw(features, seed=70 + number).to(dtype))
+            parameter.add_(rand(features, seed=70 + number).to(dtype))
     return norm
 
 
-class Drawn:
-    """A case of two layers, drawn by a seed."""
+def draw(choose: Choices, where: str) -> SimpleNamespace:
+    """A case of two layers."""
+    case, size = SimpleNamespace(), world_of(where)
+    case.dtype = choose.choice([torch.float64, torch.float64, torch.float32, torch.bfloat16])
+    dims = choose.choice([1, 2, 2, 3])
+    case.lead = [choose.choice([1, 2, 3, 5, 8]) for _ in range(dims)]
+    case.dim = choose.randrange(dims)
+    case.lead[case.dim] = size * choose.choice([0, 1, 2, 5, 40, 130])
+    if choose.random() < 0.05:
+        case.lead[choose.randrange(dims)] = 0
+    case.given = case.dim - dims - 1 if choose.random() < 0.3 else case.dim
+    case.residual = choose.random() < 0.7
+    case.width = choose.choice([1, 3, 8, 17, 40])
+    case.out = case.width if case.residual else choose.choice([1, 5, 16, 33])
+    case.hidden = size * choose.choice([1, 2, 5, 16])
+    case.biases = choose.random() < 0.6, choose.random() < 0.6
+    case.p = choose.choice([0.0, 0.0, 0.1, 0.6, 1.0])
+    case.seed = choose.choice([0, 11, 1 << 63])
+    case.norm = choose.choice([None, "rms", "layer"])
+    case.overlap = choose.choice([None, True, False])
+    case.mode = choose.choice(["compiled", "compiled", "eager", "no compiler", "gloo"])
+    case.frozen = choose.choice([(), (), ("up.weight",), ("down.weight", "norm.weight")])
+    case.frozen += choose.choice([(), ("up.bias", "norm.bias"), ("down.bias", "x")])
+    case.again = choose.random() < 0.2
+    case.strided = choose.random() < 0.2
+    case.broken = choose.randrange(size)  # has no compiler in that mode
+    return case
 
-    def __init__(self, seed: int, size: int) -> None:
-        chosen = random.Random(seed)
-        self.dtype = chosen.choice([torch.float64, torch.float64, torch.float32, torch.bfloat16])
-        dims = chosen.choice([1, 2, 2, 3])
-        self.lead = [chosen.choice([1, 2, 3, 5, 8]) for _ in range(dims)]
-        self.dim = chosen.randrange(dims)
-        self.lead[self.dim] = size * chosen.choice([0, 1, 2, 5, 40, 130])
-        if chosen.random() < 0.05:
-            self.lead[chosen.randrange(dims)] = 0
-        self.given = self.dim - dims - 1 if chosen.random() < 0.3 else self.dim
-        self.residual = chosen.random() < 0.7
-        self.width = chosen.choice([1, 3, 8, 17, 40])
-        self.out = self.width if self.residual else chosen.choice([1, 5, 16, 33])
-        self.hidden = size * chosen.choice([1, 2, 5, 16])
-        self.biases = chosen.random() < 0.6, chosen.random() < 0.6
-        self.p = chosen.choice([0.0, 0.0, 0.1, 0.6, 1.0])
-        self.seed = chosen.choice([0, 11, 1 << 63])
-        self.norm = chosen.choice([None, "rms", "layer"])
-        self.overlap = chosen.choice([None, True, False])
-        self.mode = chosen.choice(["compiled", "compiled", "eager", "no compiler", "gloo"])
-        self.frozen = chosen.choice([(), (), ("up.weight",), ("down.weight", "norm.weight")])
-        self.frozen += chosen.choice([(), ("up.bias", "norm.bias"), ("down.bias", "x")])
-        self.again = chosen.random() < 0.2
-        self.strided = chosen.random() < 0.2
-        self.text = f"seed {seed} on {size} ranks: {self.__dict__}"
 
-
-def drawn(context: Context, seed: int) -> None:
+def run(case: SimpleNamespace, context: Context) -> Iterator[Pair]:
     """Values and all gradients of a random case."""
-    case = Drawn(seed, context.world_size)
-    broken = context.rank == seed % context.world_size and case.mode == "no compiler"
-    eager = case.mode == "eager"
+    broken = context.rank == case.broken and case.mode == "no compiler"
     group = context.oracle if case.mode == "gloo" else dist.group.WORLD
-    env = contextlib.nullcontext() if eager else compiles(context)
+    env = contextlib.nullcontext() if case.mode == "eager" else compiles(context)
     with env, without_compiler(broken):
-        try:
-            _both(context, case, group)
-        except Exception as error:
-            raise AssertionError(f"{case.text}: {error}") from error
+        _both(context, case, group)
+    yield done("values and gradients")
 
 
-def cut(case: Drawn, tensor: torch.Tensor, size: int, rank: int) -> torch.Tensor:
+def cut(case: SimpleNamespace, tensor: torch.Tensor, size: int, rank: int) -> torch.Tensor:
     """This rank's part."""
     return tensor.chunk(size, case.dim)[rank] if tensor.shape[case.dim] else tensor
 
 
-def reference(case: Drawn, model: nn.ModuleDict, x: torch.Tensor) -> dict[str, Any]:
+def reference(case: SimpleNamespace, model: nn.ModuleDict, x: torch.Tensor) -> dict[str, Any]:
     """What one process makes of it."""
     x = x.clone().requires_grad_("x" not in case.frozen)
     y = model["down"](F.silu(model["up"](x)))
@@ -106,12 +107,12 @@ def reference(case: Drawn, model: nn.ModuleDict, x: torch.Tensor) -> dict[str, A
     y = y + x if case.residual else y
     value = model["norm"](y) if case.norm else y
     if value.requires_grad:
-        (value.double() * draw(*value.shape, seed=5)).sum().backward()
+        (value.double() * rand(*value.shape, seed=5)).sum().backward()
     found = {"value": value, "sum": y, "gradient of x": x.grad}
     return found | {f"gradient of {name}": p.grad for name, p in model.named_parameters()}
 
 
-def _both(context: Context, case: Drawn, group: Any) -> None:
+def _both(context: Context, case: SimpleNamespace, group: Any) -> None:
     size, rank, dtype = context.world_size, context.rank, case.dtype
     torch.manual_seed(3)
     up = nn.Linear(case.width, case.hidden, case.biases[0], dtype=dtype)
@@ -127,7 +128,7 @@ def _both(context: Context, case: Drawn, group: Any) -> None:
     row = tensor_parallel.RowParallelLinear.from_linear(
         copy.deepcopy(down), dropout=case.p, norm=copy.deepcopy(norm), **options
     )
-    x = draw(*case.lead, case.width, seed=1).to(dtype)
+    x = rand(*case.lead, case.width, seed=1).to(dtype)
     usual = reference(case, copy.deepcopy(whole), x)
     want = reference(case, whole.double(), x.double())
     part = cut(case, x, size, rank)
@@ -144,7 +145,7 @@ def _both(context: Context, case: Drawn, group: Any) -> None:
     else:
         value, total = ours(part)
     if value.requires_grad:
-        weights = draw(*want["value"].shape, seed=5)
+        weights = rand(*want["value"].shape, seed=5)
         (value.double() * cut(case, weights, size, rank)).sum().backward()
     got = {"value": value, "sum": total, "gradient of x": part.grad}
     for title, layer in (("up", column), ("down", row), ("norm", row.norm)):
@@ -172,18 +173,18 @@ def masks(context: Context, dtype: torch.dtype) -> None:
     for lead, dim in (((6 * size, 3), 0), ((3, 2 * size), 1), ((2, 5, 100 * size), 2)):
         for width in (16, 33):
             whole = nn.Linear(4 * size, width, dtype=dtype)
-            x = draw(*lead, 4 * size, seed=2).to(dtype).chunk(size, -1)[rank]
-            residual = draw(*lead, width, seed=3).to(dtype)
+            x = rand(*lead, 4 * size, seed=2).to(dtype).chunk(size, -1)[rank]
+            residual = rand(*lead, width, seed=3).to(dtype)
             make = tensor_parallel.RowParallelLinear.from_linear
             with compiles(context), torch.no_grad():
                 want = make(whole, dropout=0.4, overlap=False)(x, residual, seed=8)
                 want = want.chunk(size, dim)[rank]
                 for overlap in (False, True):
                     row = make(whole, dropout=0.4, overlap=overlap, sequence_dim=dim)
-                    before = done() if context.fused else 0
+                    before = operations() if context.fused else 0
                     got = row(x, residual.chunk(size, dim)[rank], seed=8)
                     if context.fused and size > 1:
-                        assert done() > before, "not compiled"
+                        assert operations() > before, "not compiled"
                     if overlap or not context.exact:  # products of fewer rows may differ
                         close(got, want, f"{lead}", dtype)
                     else:
@@ -193,13 +194,13 @@ def masks(context: Context, dtype: torch.dtype) -> None:
 def ways(context: Context) -> None:
     """Each way through the engine gives a part the bits that the whole has."""
     size, rank, place = context.world_size, context.rank, Place(None)
-    bias = draw(40, seed=7)
+    bias = rand(40, seed=7)
     for lead, paths in ((1, {"one_shot"}), (1500, {"staged", "direct"})):
         for dim, arena in ((0, False), (0, True), (1, False), (1, True)):
             shape = (size * lead, 3) if dim == 0 else (3, size * lead)
             x = context.empty(3 * size * lead, 40, arena=arena)
-            x.copy_(draw(*x.shape, seed=rank))
-            residual = draw(*x.shape, seed=9)
+            x.copy_(rand(*x.shape, seed=rank))
+            residual = rand(*x.shape, seed=9)
             blocks = Blocks.of(shape, dim, size)
             part = blocks.by_rank(residual).chunk(size)[rank]
             with compiles(context):
@@ -235,7 +236,7 @@ def wrong(context: Context) -> None:
 def norms(context: Context) -> None:
     """Gradients of a norm's parameters where it is used twice, frozen in part, or of DTensors."""
     size, rank = context.world_size, context.rank
-    x = draw(3 * size, 4 * size, 4 * size, seed=1).double()
+    x = rand(3 * size, 4 * size, 4 * size, seed=1).double()
     plain = nn.Linear(4 * size, 6).double()
     meshes = init_device_mesh("cpu", (1, size), mesh_dim_names=("other", "tp"))
     mesh = meshes["tp"]
@@ -337,7 +338,7 @@ def styles(context: Context, dtype: torch.dtype) -> None:
 def on_their_way(context: Context) -> None:
     """Residuals of torch's functional collectives, which have no memory until they are used."""
     size, rank, group = context.world_size, context.rank, dist.group.WORLD
-    x, linear = draw(4 * size, size, seed=1), nn.Linear(size, size)
+    x, linear = rand(4 * size, size, seed=1), nn.Linear(size, size)
     own = x.chunk(size)[rank]
     for dim, given in ((None, x), (0, own)):
         row = tensor_parallel.RowParallelLinear.from_linear(linear, sequence_dim=dim)
@@ -360,7 +361,7 @@ def autocast(context: Context) -> None:
     up, down = nn.Linear(24, 12 * size), nn.Linear(12 * size, 24)
     column = tensor_parallel.ColumnParallelLinear.from_linear(up, sequence_dim=0)
     row = tensor_parallel.RowParallelLinear.from_linear(down, sequence_dim=0)
-    x = draw(5 * size, 24, seed=1)
+    x = rand(5 * size, 24, seed=1)
     part, y = x.chunk(size)[rank].clone().requires_grad_(), x.clone().requires_grad_()
     for residual in (False, True):
         part.grad = y.grad = row.weight.grad = down.weight.grad = None

@@ -14,12 +14,16 @@ import torch
 import torch.distributed as dist
 
 import fusedpg
-from checks.compiled import compiles, done
+from checks.compiled import compiles
+from checks.compiled import done as operations
 from checks.refused import refused
 from fusedpg import fusion
 from fusedpg.fusion import plan as plans
+from fuzz.core import Choices, Pair, Tape, done, draw_tape
 from harness import Context
 
+WHERE = ("2",)
+EXAMPLES = 1
 SCHEDULE = (fusion.Split(), fusion.AsShard(), fusion.Reorder(), fusion.FuseCollective())
 scale = 2.0  # what `step` reads from outside
 
@@ -69,7 +73,7 @@ class Calls:
         self.w, self.m = torch.ones(self.numel, dtype=dtype), torch.zeros(self.length, dtype=dtype)
         self.g = torch.ones_like(self.w)
 
-    def call(self, drawn: random.Random, into: Any = None, **flags: Any) -> None:
+    def call(self, drawn: Choices | random.Random, into: Any = None, **flags: Any) -> None:
         """Against the same function by torch's operations: all but the last places."""
         given = torch.Generator().manual_seed(drawn.randrange(1 << 30) + self.context.rank)
         self.g.copy_(torch.randn(self.numel, generator=given))
@@ -86,7 +90,7 @@ class Calls:
         assert w._version > versions[0] and m._version > versions[1], "autograd was not told"
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
-    def new(self, drawn: random.Random, negated: bool = False, **flags: Any) -> None:
+    def new(self, drawn: Choices | random.Random, negated: bool = False, **flags: Any) -> None:
         """A call that gives new tensors, which stay as they are; arguments lie anywhere."""
         given = [tensor.clone() for tensor in (self.g, self.w, self.m)]
         given[0].copy_(torch.randn(self.numel, generator=torch.Generator().manual_seed(3)))
@@ -113,7 +117,7 @@ class Calls:
         again, _ = self.run(self.g, w.detach(), self.m, **numbers)
         assert not m.requires_grad and not again.requires_grad
 
-    def negated(self, drawn: random.Random) -> None:
+    def negated(self, drawn: Choices | random.Random) -> None:
         """Into the same targets from tensors that are to be negated."""
         kept = self.g
         self.g = torch._neg_view(self.g)
@@ -123,10 +127,14 @@ class Calls:
         self.g = kept
 
 
-def sequences(context: Context, seed: int) -> tuple[int, int]:
-    """How many calls there were, and how many of them took a shortcut."""
+def draw(choose: Choices, where: str) -> Tape:
+    return draw_tape(choose, 200, 900)
+
+
+def run(program: Tape, context: Context) -> Iterator[Pair]:
+    """Some calls take a shortcut, and not all of them do."""
     global scale
-    drawn = random.Random(seed)
+    drawn = program.choices()
     with compiles(context), taken() as found:
         scale = 2.0
         calls = Calls(context, drawn.choice([7, 300, 40_000]), torch.float32)
@@ -158,8 +166,9 @@ def sequences(context: Context, seed: int) -> tuple[int, int]:
                 calls.call(drawn, lr=1)  # an int
             if count % 15 == 3:
                 calls.negated(drawn)
+            yield done(f"call {count}")
     scale = 2.0
-    return len(found), sum(found)
+    assert 5 < sum(found) < len(found)
 
 
 def without_function(context: Context) -> None:
@@ -170,7 +179,7 @@ def without_function(context: Context) -> None:
         for _ in range(4):
             calls.call(drawn)
         assert found[-1]
-        before, count = done(), len(found)
+        before, count = operations(), len(found)
         if context.rank == context.world_size - 1:
             earlier = calls.run._earlier._of_groups[dist.group.WORLD].known
             assert earlier
@@ -182,7 +191,7 @@ def without_function(context: Context) -> None:
         # Beside each is one of `plain`. The first finds it out; no other is found.
         assert found[count:] == [False, True, *[False] * 4]
         # The one that found it out, and each call's reduction, which has a function of its own.
-        assert done() <= before + 1 + 3
+        assert operations() <= before + 1 + 3
 
 
 def beside_others(context: Context) -> None:

@@ -140,10 +140,6 @@ def draw(choose: Choices, where: str) -> Program:
     return Program(where, draw_tape(choose, 500, 1000))
 
 
-def bound(program: Program) -> float:
-    return 0.0
-
-
 def run(program: Program, context: Context) -> Iterator[Pair]:
     if program.where == "processes":
         yield from calls(context, os.environ["PLACES"], program.tape)

@@ -186,7 +186,3 @@ def oracle(program: Program, world: int, rank: int) -> Trace:
         for step in lane:
             if rank in program.groups[step.group].ranks:
                 yield Entry(f"step {step.number}", None)
-
-
-def bound(program: Program) -> float:
-    return 0.0

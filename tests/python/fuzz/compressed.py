@@ -130,10 +130,6 @@ def _draw(choose: Choices, place: str, compressor: str) -> Case:
     )
 
 
-def bound(case: Case) -> float:
-    return 0.0
-
-
 def shape(numel: int) -> tuple[int, ...]:
     """Every fourth one a matrix, if it can be."""
     return (numel // 8, 8) if numel % 8 == 0 and numel > 8 else (numel,)

@@ -7,8 +7,8 @@ A subject is a module with
 - ``run(program, context)``: what this rank sees of the program, as Entries in an order that the
   program gives. Whatever it raises is a finding.
 - ``oracle(program, world, rank)``: the same Entries, of one process that knows everything.
-- ``bound(program)``: how far they may be apart, of the value or as it is; 0 where all bits are the
-  same.
+- ``bound(program)``: how far they may be apart, of the value or as it is; where it has none, all
+  bits are the same.
 - ``WHERE``: on which pools of ranks its programs run, and ``EXAMPLES``: how many programs one seed
   draws. ``workers(where)`` where a subject needs pools of its own; ``check(program)`` where its
   parent does more than wait.
@@ -46,16 +46,26 @@ T = TypeVar("T")
 SUBJECTS = {
     "aggregators": "fuzz.aggregators",
     "compressed": "fuzz.compressed",
+    "kernels": "fuzz.compress_kernels",
     "hooked": "fuzz.hooked",
     "optimizers": "fuzz.optimizers",
+    "scripts": "fuzz.scripts",
+    "trips": "fuzz.trips",
     "collectives": "fuzz.collectives",
     "messages": "fuzz.posts",
     "functions": "fuzz.functions",
     "rows": "fuzz.rows",
+    "lists": "test_fusion_lists",
+    "sums": "test_fusion_sums",
     "tuning": "fuzz.tuning",
     "pipelines": "fuzz.pipelines",
     "targets": "fuzz.targets",
     "layers": "fuzz.layers",
+    "sequence": "checks.sequence",
+    "norms": "checks.normed",
+    "shortcuts": "checks.shortcuts",
+    "plans": "fuzz.plans",
+    "gpu": "checks.cuda_ranks",
     "chaos": "fuzz.chaos",
 }
 SECONDS = 90.0
@@ -354,7 +364,7 @@ class Answer:
 def on_rank(context: Context, name: str, program: Any, *more: Any) -> Answer:
     """Runs a program here, beside its oracle, up to the first difference."""
     module = subject(name)
-    answer, limit = Answer(), module.bound(program)
+    answer, limit = Answer(), module.bound(program) if hasattr(module, "bound") else 0.0
     fault: Fault | None = getattr(program, "fault", None)
     oracle: Iterator[Entry] = iter(())
     if hasattr(module, "oracle"):

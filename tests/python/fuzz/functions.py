@@ -210,8 +210,3 @@ def draw(choose: Choices, where: str) -> Program:
 def run(program: Program, context: Context) -> Iterator[Pair]:
     for number in range(fusion.random_program(context, program.case, program.refused)):
         yield done(f"schedule {number}")
-
-
-def bound(program: Program) -> float:
-    """fusion.agree says how far its results may be apart."""
-    return 0.0

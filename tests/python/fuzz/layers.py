@@ -221,10 +221,6 @@ def draw(choose: Choices, where: str) -> Tape:
     return draw_tape(choose, 60, 120)
 
 
-def bound(program: Tape) -> float:
-    return 0.0
-
-
 def run(program: Tape, context: Context) -> Iterator[Pair]:
     """Some steps of a model."""
     chosen = program.choices()

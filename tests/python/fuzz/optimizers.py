@@ -352,7 +352,3 @@ def run(program: Program, context: Context) -> Iterator[Pair]:
         pass
     except Exception as error:
         raise AssertionError("\n".join([repr(error), *both.log[-40:]])) from error
-
-
-def bound(program: Program) -> float:
-    return 0.0

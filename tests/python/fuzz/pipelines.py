@@ -163,10 +163,6 @@ def run(program: Tape, context: Context) -> Iterator[Pair]:
         yield done(backend)
 
 
-def bound(program: Tape) -> float:
-    return 0.0
-
-
 class Play:
     def __init__(self, context: Context, backend: str, program: Tape) -> None:
         self.context, self.backend = context, backend

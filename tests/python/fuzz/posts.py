@@ -309,7 +309,3 @@ def oracle(program: Program, world: int, rank: int) -> Trace:
             yield Entry(
                 f"{post.number}, received from any", torch.arange(length, dtype=torch.int32)
             )
-
-
-def bound(program: Program) -> float:
-    return 0.0

@@ -142,10 +142,6 @@ def draw(choose: Choices, where: str) -> Tape:
     return draw_tape(choose, 40, 120)
 
 
-def bound(program: Tape) -> float:
-    return 0.0
-
-
 def run(program: Tape, context: Context) -> Iterator[Pair]:
     chosen = program.choices()
     drawn = Drawn(chosen)

@@ -121,10 +121,6 @@ def draw(choose: Choices, where: str) -> Tape:
     return draw_tape(choose, 1500, 3000)
 
 
-def bound(program: Tape) -> float:
-    return 0.0
-
-
 def run(program: Tape, context: Context) -> Iterator[Pair]:
     drawn = program.choices()
     memory = Memory(context, drawn)

@@ -400,7 +400,3 @@ def run(program: Tape, context: Context) -> Iterator[Pair]:
             dist.destroy_process_group(place.group)
             dist.destroy_process_group(place.talk)
     assert everyone(context, chosen.left)
-
-
-def bound(program: Tape) -> float:
-    return 0.0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,14 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+import harness
 from checks.optim_patterns import Program, execute
 from checks.optim_script import Script, Setup
+from fuzz.core import Choices, Wrong
 from harness import Context
 
+WHERE = ("3 to 2 to 3",)
+EXAMPLES = 5
 # whole: torch's format in one file; crossed: ours goes on from torch's and the other way round.
 WAYS = ("whole", "crossed", "distributed")
 
@@ -85,3 +91,39 @@ def leg(
             if not apart <= 1e-11:
                 found.append(f"leg {number}, step {step}, parameter {i}: {apart:.1e} apart")
     return found[:3]
+
+
+@dataclasses.dataclass(frozen=True)
+class Trip:
+    setup: Setup
+    way: str
+    legs: tuple[tuple[int, Program], ...]  # and on how many ranks
+
+
+def draw_leg(choose: Choices) -> Program:
+    """Layer 3 is never used, and so has no state."""
+    program: Program = []
+    for _ in range(choose.randint(1, 4)):
+        for synchronised in [*choose.choice([[], [], [False]]), True]:
+            skip = {3, *choose.sample(range(6), choose.randrange(3))}
+            program.append(("pass", synchronised, True, "ddp", {"skip": sorted(skip)}, False))
+        program.append(("step", choose.choice([True, True, False])))
+        freeze = ("freeze", choose.randrange(6), choose.choice([True, False]))
+        trip = ("trip", choose.choice(["whole", "distributed"]))
+        program += choose.choice([[("zero",)], [freeze, ("zero",)], [("zero",), trip]])
+    return program
+
+
+def draw(choose: Choices, where: str) -> Trip:
+    optimizer, mode = choose.choice(["SGD", "Adam", "AdamW"]), choose.choice(["ddp", "overlap"])
+    legs = tuple((int(size), draw_leg(choose)) for size in where.split(" to "))
+    return Trip(Setup(optimizer, mode, graph="find_unused"), choose.choice(WAYS), legs)
+
+
+def check(trip: Trip) -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        for number, (size, program) in enumerate(trip.legs):
+            found = harness.pool(size).run(leg, trip.setup, program, number, trip.way, folder)
+            if any(found):
+                raise Wrong(str(found))
+    return len(trip.legs)
