@@ -223,8 +223,12 @@ class Program:
         """
         home: dict[Node, Group] = {node: group for group in self.groups for node in group.nodes}
         members: dict[Group | Node, list[Node]] = {}
+        received: set[Group | Node] = set()
         for node in self.nodes:
-            members.setdefault(home.get(node, node), []).append(node)
+            unit = home.get(node, node)
+            members.setdefault(unit, []).append(node)
+            if node.op == "recv":
+                received.add(unit)
         needs = {
             unit: {home.get(operand, operand) for node in nodes for operand in node.operands}
             - {unit}
@@ -233,7 +237,7 @@ class Program:
         result: list[Unit] = []
         done: set[Group | Node] = set()
         waiting = list(members)
-        awaited = [unit for unit, nodes in members.items() if any(x.op == "recv" for x in nodes)]
+        awaited = [unit for unit in members if unit in received]
         while waiting:
             # Another stage may send only when it has received: all else comes before a recv.
             order = (*(u for u in waiting if u not in awaited), *awaited) if awaited else waiting
