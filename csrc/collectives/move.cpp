@@ -162,7 +162,7 @@ class Mover {
       }
       total = std::max(total, sent);
     }
-    const size_t chunk = select_chunk(total, lanes) / lanes;
+    const size_t chunk = select_chunk(total, lanes, /*rewrites_slowly=*/false);
     const size_t steps = longest / chunk + (longest % chunk != 0);
     const auto part = [&](const Span& span, size_t step) {
       const size_t begin = std::min(step * chunk, span.bytes);

@@ -12,7 +12,19 @@ bool select_one_shot(size_t bytes, bool in_arena) {
   return bytes <= (in_arena ? kInPlaceBytes : kOneShotBytes);
 }
 
-size_t select_chunk(size_t total_bytes, int world_size) {
+bool rewrites_slowly() {
+#if defined(__x86_64__)
+  static const bool amd = [] {
+    __builtin_cpu_init();
+    return __builtin_cpu_is("amd") != 0;
+  }();
+  return amd;
+#else
+  return false;
+#endif
+}
+
+size_t select_chunk(size_t total_bytes, int lanes, bool rewrites_slowly) {
   // Large enough that a barrier costs little, small enough that two chunks in
   // and two out, and the tensor's own lines between copying in and out, stay in
   // the second-level cache.
@@ -21,9 +33,13 @@ size_t select_chunk(size_t total_bytes, int world_size) {
   // At least two chunks, so that copying in and out overlap, unless a barrier
   // costs more than that gains.
   const size_t half = std::max(total_bytes / 2, 2 * kOneShotBytes);
-  const size_t lanes = static_cast<size_t>(world_size);
-  const size_t lane = std::min(kChunk, half) / lanes / 64 * 64;
-  return std::max<size_t>(lane, 64) * lanes;
+  const auto num = static_cast<size_t>(lanes);
+  // A full staging buffer, without a lane for the rank itself, leaves the cache
+  // before its lines are written again.
+  const size_t most = rewrites_slowly
+      ? kStageBytes / std::max<size_t>(num - 1, 1)
+      : kChunk / num;
+  return std::max<size_t>(std::min(most, half / num) / 64 * 64, 64);
 }
 
 namespace {

@@ -24,8 +24,15 @@ struct Path {
   bool writes_direct; // peers write the outputs in place
 };
 
-// Bytes that a rank stages between two barriers, over all destinations.
-size_t select_chunk(size_t total_bytes, int world_size);
+// Whether this processor takes long to write lines that another core has read
+// and that both still have in their second-level caches. On AMD's, these writes
+// run at 9 GiB/s, those to lines that have left them at 28.
+bool rewrites_slowly();
+
+// Bytes of one of so many lanes that are staged between two barriers. Where lines
+// are slow to rewrite, they fill a staging buffer that has no lane for its own
+// rank.
+size_t select_chunk(size_t total_bytes, int lanes, bool rewrites_slowly);
 
 // How an all-reduce treats blocks of zeros. Before enter().
 struct SkipConfig {

@@ -116,7 +116,7 @@ class TwoShotPipeline {
     gives_ = plan.receiver == Plan::kAll || plan.receiver >= 0;
     copies_out_ = gives_ && !path_.writes_direct;
     chunk_ = copies_in_ || copies_out_
-        ? select_chunk(total, ctx.size()) / ctx.size()
+        ? select_chunk(total, ctx.size(), rewrites_slowly())
         : std::max<size_t>(longest, 1);
     // A chunk holds at least one granule, and stays on line boundaries.
     chunk_ =
@@ -124,8 +124,12 @@ class TwoShotPipeline {
     for (const LaneCursor& lane : in_) {
       steps_ = std::max(steps_, lane_steps(lane, chunk_));
     }
-    // A staging buffer holds the chunks of so many owners.
-    owners_ = copies_in_ ? kStageBytes / chunk_ : ctx.size();
+    // A staging buffer holds the chunks of so many owners; all, if there is room
+    // for all but the rank itself.
+    owners_ = copies_in_ ? kStageBytes / chunk_ : size();
+    if (owners_ + 1 == size()) {
+      owners_ = size();
+    }
     if (owners_ == 0 || (copies_out_ && chunk_ > kStageBytes)) {
       fail(
           ErrorKind::kSystem,
@@ -161,9 +165,11 @@ class TwoShotPipeline {
     const auto p = static_cast<size_t>(owner);
     return p >= first_ && p - first_ < owners_;
   }
-  // The place of an owner's chunk in the staging buffers.
-  size_t stage_offset(int owner) const {
-    return (static_cast<size_t>(owner) - first_) * chunk_;
+  // Where a rank stages a chunk for an owner.
+  char* stage_in(int rank, int half, int owner) const {
+    const size_t lane = static_cast<size_t>(owner) - first_ -
+        (on_turn(rank) && rank < owner ? 1 : 0);
+    return ctx_.domain.stage_in(rank, half) + lane * chunk_;
   }
 
   void run_owners() {
@@ -214,7 +220,7 @@ class TwoShotPipeline {
       if (p == ctx_.rank() || !on_turn(p)) {
         continue; // the owner reads its own contribution in place
       }
-      char* stage = ctx_.domain.stage_in(ctx_.rank(), half) + stage_offset(p);
+      char* stage = stage_in(ctx_.rank(), half, p);
       in_[p].next(
           chunk_, [&](size_t t, size_t begin, size_t count, size_t position) {
             const size_t size = plan_.src_size;
@@ -324,8 +330,8 @@ class TwoShotPipeline {
       for (int p = 0; p < ctx_.size(); ++p) {
         ends.srcs[p] = p == me   ? plan_.tensors[t].src + offset
             : path_.reads_direct ? peer_src(p, t) + offset
-                                 : ctx_.domain.stage_in(p, half) +
-                stage_offset(me) + part.position + part.into * plan_.src_size;
+                                 : stage_in(p, half, me) + part.position +
+                part.into * plan_.src_size;
       }
     }
     const size_t offset = part.begin * plan_.dst_size;

@@ -388,11 +388,15 @@ TEST(collectives_barrier_waits) {
 TEST(selector_chunks_fit_the_stage) {
   for (int ranks : {1, 2, 3, 7, 64, 1000}) {
     for (size_t bytes : {size_t{0}, size_t{70000}, size_t{5} << 20}) {
-      const size_t chunk = select_chunk(bytes, ranks);
-      CHECK(chunk <= kStageBytes);
-      CHECK(chunk / ranks >= 64);
-      CHECK_EQ(chunk / ranks % 64, size_t{0});
-      CHECK_EQ(chunk % ranks, size_t{0});
+      const size_t chunk =
+          select_chunk(bytes, ranks, /*rewrites_slowly=*/false);
+      CHECK(chunk * ranks <= kStageBytes);
+      const size_t large = select_chunk(bytes, ranks, /*rewrites_slowly=*/true);
+      CHECK(large * std::max(ranks - 1, 1) <= kStageBytes);
+      for (const size_t bytes_of_lane : {chunk, large}) {
+        CHECK(bytes_of_lane >= 64);
+        CHECK_EQ(bytes_of_lane % 64, size_t{0});
+      }
     }
   }
 }

@@ -49,19 +49,29 @@ TEST(selector_chunk_and_stream) {
     struct {
       size_t bytes;
       int ranks;
+      bool slow;
     } config;
-    size_t wanted;
+    size_t wanted; // of one lane
   };
   const Row rows[] = {
-      {{1, 2}, 64 * kKiB},
-      {{128 * kKiB, 2}, 64 * kKiB},
-      {{256 * kKiB, 2}, 128 * kKiB},
-      {{kMiB, 4}, 256 * kKiB},
-      {{100 * kMiB, 4}, 256 * kKiB},
-      {{kMiB, 3}, 256 * kKiB / 3 / 64 * 64 * 3},
-      {{0, 8192}, 8192 * 64}};
-  check_rows(
-      rows, [](const auto& c) { return select_chunk(c.bytes, c.ranks); });
+      {{1, 2, false}, 32 * kKiB},
+      {{128 * kKiB, 2, false}, 32 * kKiB},
+      {{256 * kKiB, 2, false}, 64 * kKiB},
+      {{kMiB, 4, false}, 64 * kKiB},
+      {{100 * kMiB, 4, false}, 64 * kKiB},
+      {{kMiB, 3, false}, 256 * kKiB / 3 / 64 * 64},
+      {{0, 8192, false}, 64},
+      // Only large operations get larger chunks where lines are slow to rewrite.
+      {{1, 2, true}, 32 * kKiB},
+      {{512 * kKiB, 2, true}, 128 * kKiB},
+      {{kMiB, 2, true}, 256 * kKiB},
+      {{100 * kMiB, 1, true}, 512 * kKiB},
+      {{100 * kMiB, 2, true}, 512 * kKiB},
+      {{100 * kMiB, 4, true}, 512 * kKiB / 3 / 64 * 64},
+      {{0, 8192, true}, 64}};
+  check_rows(rows, [](const auto& c) {
+    return select_chunk(c.bytes, c.ranks, c.slow);
+  });
   CHECK(!select_stream(4 * kMiB - 1) && select_stream(4 * kMiB));
 }
 

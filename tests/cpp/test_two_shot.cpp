@@ -68,9 +68,10 @@ TEST(two_shot_more_owners_than_a_stage_holds) {
     Group g(rank, 5, store);
     for (const bool in_arena : {false, true}) {
       for (const int receiver : {Plan::kNobody, Plan::kAll}) {
-        // All five fit, then four of them, two, and one.
+        // All five fit, also where a rank has room for four others only; then
+        // three of them, two, and one.
         const size_t stage = kStageBytes / sizeof(double);
-        for (const size_t owners : {5, 4, 2, 1}) {
+        for (const size_t owners : {5, 4, 3, 2, 1}) {
           take_turns(g, stage / owners / 8 * 8, receiver, in_arena);
         }
       }
