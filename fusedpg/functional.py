@@ -173,7 +173,7 @@ def all_reduce_(
     elif cast("object", group) == dist.GroupMember.NON_GROUP_MEMBER:
         dist.distributed_c10d._warn_not_in_group("all_reduce_")
         return
-    # What torch.ops does takes as long as the rest of a small call. Dynamo knows that alone.
+    # torch.ops takes as long as the rest of a small call. Dynamo knows torch.ops alone.
     if not torch.compiler.is_dynamo_compiling():
         module = _registration._extension
         if module is not None and module.all_reduce_(tensor, op, group):

@@ -41,7 +41,7 @@ const char* op_name(OpCode op);
 bool reduces(OpCode op);
 // True if it only moves data.
 bool moves(OpCode op);
-// Of an optimizer step.
+// The formula of an optimizer step; nullopt for other operations.
 std::optional<kernels::Formula> step_formula(OpCode op);
 
 } // namespace fusedpg

@@ -24,9 +24,9 @@ struct Path {
   bool writes_direct; // peers write the outputs in place
 };
 
-// Whether this processor takes long to write lines that another core has read
-// and that both still have in their second-level caches. On AMD's, these writes
-// run at 9 GiB/s, those to lines that have left them at 28.
+// True if this processor takes long to write lines that another core has read,
+// while both still have them in their second-level caches. On an AMD EPYC these
+// writes run at 9 GiB/s, those to lines that have left the caches at 28.
 bool rewrites_slowly();
 
 // Bytes of one of so many lanes that are staged between two barriers. Where lines

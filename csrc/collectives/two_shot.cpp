@@ -165,7 +165,7 @@ class TwoShotPipeline {
     const auto p = static_cast<size_t>(owner);
     return p >= first_ && p - first_ < owners_;
   }
-  // Where a rank stages a chunk for an owner.
+  // The place at which a rank stages a chunk for an owner.
   char* stage_in(int rank, int half, int owner) const {
     const size_t lane = static_cast<size_t>(owner) - first_ -
         (on_turn(rank) && rank < owner ? 1 : 0);

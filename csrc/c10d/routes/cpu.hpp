@@ -181,7 +181,7 @@ class CpuRoute : public Route {
     return nullptr;
   }
 
-  // Of several tensors: see AllReduce.
+  // Takes several tensors, too: see AllReduce.
   WorkPtr all_reduce_dense(
       const Tensors& tensors,
       const c10d::AllreduceOptions& opts,
