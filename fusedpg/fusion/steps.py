@@ -649,6 +649,12 @@ def begin_gather(
     if size == 1 or not numel:
         return None, part.clone()[:numel]
     chunk = shard_range(numel * row, size, 0)[1] // row
+    if call.plan.uneven and numel != chunk * size:
+        # Padded slices would be alike of several `numel`; of these the group compares the sum.
+        whole = part.new_empty(numel)
+        lengths = [shard_range(numel * row, size, rank)[1] // row for rank in range(size)]
+        slices = list(whole.split(lengths))
+        return dist.all_gather(slices, part, group=call.group, async_op=async_op), whole
     whole = part.new_empty(chunk * size)
     given = _padded(part, chunk).contiguous()
     work = _all_gather(whole, given, group=call.group, async_op=async_op)

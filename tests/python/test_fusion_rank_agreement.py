@@ -17,7 +17,7 @@ import fusedpg
 import harness
 from checks.compiled import compiles, environment
 from fusedpg import fusion
-from fusedpg.fusion import Partial, Replicate, alike, all_gather, all_reduce, reduce_scatter
+from fusedpg.fusion import Partial, Replicate, Shard, alike, all_gather, all_reduce, reduce_scatter
 from harness import Context, on_ranks
 
 
@@ -151,6 +151,21 @@ def test_what_may_differ(context: Context) -> None:
     unused = fusedpg.fuse(lambda x, s: all_reduce(x) * 2)
     got = unused(x, float(context.rank), group=context.oracle)
     assert got.tolist() == [2 * context.world_size] * 5
+
+
+def gathered(x: Shard, w: Replicate):
+    return all_gather(x * w)
+
+
+@on_ranks(2)
+def test_sizes_whose_slices_are_as_long(context: Context) -> None:
+    """Slices of 132 elements on two ranks have as many lines as those of 160."""
+    for differs in (False, True, False):
+        numel = 160 if differs and context.rank else 132
+        w = torch.arange(float(numel))
+        first, length = fusedpg.shard_range(numel, context.world_size, context.rank)
+        run = partial(fusedpg.fuse(gathered), w[first:][:length], w)
+        call(context, run, differs, (f"flag: {numel}",))
 
 
 def arithmetic() -> None:

@@ -277,7 +277,8 @@ def ranks_differ(context: Context) -> None:
         return summed.scheduled(Overlap(chunks=chunks))(x, w, group=place.group)
 
     for run, total, raising in ((stages, 11.0, (1,)), (alone, 11.0 * place.size, (0, 1))):
-        for mine in (2 + place.rank, 21 if place.rank else 2):
+        # Slices of two rows have as many lines as those of three.
+        for mine in (2 + place.rank, 21 if place.rank else 2, 10 if place.rank else 7):
             what = f"{run.__name__}, {mine} chunks on rank {context.rank}"
             call = functools.partial(run, mine)
             if place.stage in raising:
