@@ -348,6 +348,11 @@ class _Gradient(torch.Tensor):
     def share_memory_(self) -> NoReturn:
         _refuse("share_memory_")
 
+    def apply_(self, *args: object) -> NoReturn:  # torch reads memory that there is not
+        _refuse("apply_ and map2_")
+
+    map2_ = apply_  # type: ignore[assignment]
+
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
 

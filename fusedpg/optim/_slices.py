@@ -265,6 +265,11 @@ class SliceTensor(torch.Tensor):
     def __dlpack__(self, *args: object, **kwargs: object) -> NoReturn:
         self._refuse("__dlpack__")
 
+    def apply_(self, *args: object) -> NoReturn:  # torch reads memory that there is not
+        self._refuse("apply_ and map2_")
+
+    map2_ = apply_  # type: ignore[assignment]
+
     def _check_same_slice(self, other: SliceTensor) -> None:
         # Offsets and lengths mean the same elements only in the same memory order.
         if (

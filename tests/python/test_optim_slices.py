@@ -364,6 +364,8 @@ def test_copy_wants_the_same_slice(other: torch.Tensor) -> None:
         lambda x: x.numpy(),
         lambda x: x.tolist(),
         lambda x: x.__dlpack__(),
+        lambda x: x.apply_(abs),
+        lambda x: x.map2_(x, x, max),
         lambda x: list(x),
         lambda x: x == x,
     ],

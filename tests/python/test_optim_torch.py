@@ -234,6 +234,8 @@ def _reads() -> dict[str, Callable[[Any], Any]]:
         "deepcopy": copy.deepcopy,
         "copy": copy.copy,
         "share": lambda g: g.share_memory_(),
+        "apply_": lambda g: g.apply_(abs),
+        "map2_": lambda g: g.map2_(buffer(), buffer(), max),
         "all_reduce": dist.all_reduce,
         "all_gather_object": lambda g: pickle.dumps([g]),
         "sparse_all_reduce": fusedpg.sparse_all_reduce,
