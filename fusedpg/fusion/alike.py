@@ -102,6 +102,3 @@ def difference(
         f"fused: the ranks of a group called `{program.name}` with different arguments: {text}. "
         f"This is rank {rank} of {size}; pass the same numbers and flags on all ranks"
     )
-
-
-__all__ = ["NO_MARK", "Mark", "difference", "equal", "mark", "words"]

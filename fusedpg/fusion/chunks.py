@@ -121,6 +121,3 @@ def sources(program: Program, device: str) -> str:
             reason = found.reason if device == "cpu" else found.cuda_reason
             parts.append(source.text if source else f"// {reason}\n")
     return "\n".join(parts)
-
-
-__all__ = ["ChunkedCollective", "sources"]

@@ -17,7 +17,7 @@ from fusedpg.functional import _backend, shard_range
 from fusedpg.fusion import compile, nvrtc
 from fusedpg.fusion.alike import NO_MARK, Mark
 from fusedpg.fusion.codegen import Source, Unsupported
-from fusedpg.fusion.codegen_collective import AS_IS, FULL, PART, generate, of_rows
+from fusedpg.fusion.codegen_collective import FULL, PART, generate, of_rows
 from fusedpg.fusion.codegen_cuda import generate_cuda
 from fusedpg.fusion.codegen_phases import generate_phases, of_phases
 from fusedpg.fusion.errors import FusionError
@@ -472,17 +472,3 @@ def generated(program: Program, device: str = "cpu") -> str:
             reason = found.cuda_reason if device == "cuda" else found.reason
             parts.append(source.text if source else f"// {reason}\n")
     return "\n".join(parts) or "// no fused collective: nothing is generated\n"
-
-
-__all__ = [
-    "AS_IS",
-    "Alone",
-    "Begun",
-    "Direct",
-    "Kernel",
-    "begin",
-    "generated",
-    "kernel",
-    "unfit",
-    "with_mark",
-]

@@ -115,6 +115,3 @@ def _passed(group: Group, nodes: tuple[Node, ...], program: Program) -> float:
         whole = _bytes(value, size)
         time += _BYTE * (whole // size if value in sliced else whole)
     return time
-
-
-__all__ = ["seconds"]

@@ -157,6 +157,3 @@ def generated(program: Program, device: str = "cpu") -> str:
     if local and not any(group.kind == "collective" for group in program.groups):
         return local
     return compiled.generated(program, device) + local
-
-
-__all__ = ["LocalKernel", "generated", "local_kernel", "sources"]

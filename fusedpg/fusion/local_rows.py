@@ -125,6 +125,3 @@ class _OnRows(Moved):
         if operand in self._slices:
             return self._slices[operand]
         return self._operand(operand, shape, layout)
-
-
-__all__ = ["LONGEST", "LocalRowReduction", "obstacle"]

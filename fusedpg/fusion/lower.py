@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fusedpg.fusion import autocast, functions
 from fusedpg.fusion.build import NO_SLICES, Builder
-from fusedpg.fusion.errors import FusionError, IllegalProgram
+from fusedpg.fusion.errors import FusionError
 from fusedpg.fusion.ir import FLOATS, PARTIAL, REPLICATE, SHARD, Layout, Node, Program
 from fusedpg.fusion.messages import End
 from fusedpg.fusion.ops import FUNCTIONS, METHODS, UNARY
@@ -640,6 +640,3 @@ def ends(graph: fx.Graph) -> list[End]:
                 described = f"{node.meta.get('source')}: `{node.name}`"
                 found.append(End(node.target is functions.send, stage, tag, described))
     return found
-
-
-__all__ = ["IllegalProgram", "Parameter", "collective", "ends", "lower"]

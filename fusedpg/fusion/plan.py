@@ -526,6 +526,3 @@ class EarlierCalls:
             [n for n, value in enumerate(values.values()) if isinstance(value, torch.Tensor)],
             call.places,
         )
-
-
-__all__ = ["Call", "EarlierCalls", "Plan", "Run", "complete", "start", "wait"]

@@ -719,23 +719,3 @@ def _padded(flat: torch.Tensor, count: int) -> torch.Tensor:
     result = flat.new_zeros(count)
     result[: flat.numel()] = flat
     return result
-
-
-__all__ = [
-    "Fused",
-    "LocalRows",
-    "Moved",
-    "Overlapped",
-    "OverlappedProgram",
-    "Receive",
-    "ReceiveInChunks",
-    "Reduction",
-    "Scalar",
-    "Send",
-    "SendProduct",
-    "Step",
-    "Stops",
-    "Torch",
-    "compare_numbers",
-    "step_of",
-]

@@ -20,8 +20,8 @@ from checks import fusion as checks
 from checks.fusion import Case
 from checks.refused import refused
 from fusedpg import _agreement, fusion
+from fusedpg.fusion import codegen_collective, compiled
 from fusedpg.fusion import compile as compiling
-from fusedpg.fusion import compiled
 from fusedpg.fusion.ir import Program
 from harness import Context
 
@@ -426,7 +426,7 @@ def operands_that_do_not_fit(context: Context) -> None:
         function = compiling.function(source.text, "step")
         assert function
 
-    def call(operands: list[torch.Tensor], kind: int = compiled.AS_IS) -> None:
+    def call(operands: list[torch.Tensor], kind: int = codegen_collective.AS_IS) -> None:
         result, done = torch.empty(40, 7), torch.zeros(1, dtype=torch.uint8)
         given = (operands, [kind] * 2, source.reads, [result], [True], [], list(source.periods))
         backend.fused_program_(function, source.key, "sum", g, *given, done)
