@@ -210,7 +210,7 @@ def _seen(
 
 
 def _like(node: Node, place: tuple[int, int], device: torch.device) -> Tensor:
-    return torch.empty(held(node.layout, node, *place), dtype=node.dtype, device=device)
+    return torch.empty(held(node, *place), dtype=node.dtype, device=device)
 
 
 # --- gradients -----------------------------------------------------------------------------------

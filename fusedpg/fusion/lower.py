@@ -164,8 +164,6 @@ class Lowering:
             return self._values[argument]
         if isinstance(argument, (tuple, list)):
             return type(argument)(self._value(item) for item in argument)
-        if isinstance(argument, (dict, slice)):
-            return argument
         return argument
 
     def _node(self, value: object) -> Node:

@@ -146,7 +146,7 @@ def random_program(context: Context, case: Case) -> int:
     for schedule in program.schedules("collective"):
         if ran >= 2:
             break
-        text = compiled.generated(schedule.program)
+        text = "\n".join(compiled.sources(schedule.program))
         before = done()
         with compiles(context):
             results = program.results(schedule)

@@ -53,7 +53,7 @@ def random_program(context: Context, case: Case) -> int:
     found = program.schedules("compute")
     ran = 0
     for schedule in random.Random(case.seed).sample(found, min(1, len(found))):
-        text = sources(schedule.program)
+        text = "\n".join(sources(schedule.program))
         with generated.compiles(context), counted() as done:
             results = program.results(schedule)
         ran += len(done)

@@ -18,7 +18,7 @@ import harness
 from checks.compiled import compiles, environment
 from checks.refused import refused
 from fusedpg import fusion
-from fusedpg.fusion import tune, tune_cache
+from fusedpg.fusion import tune
 from harness import Context
 
 
@@ -38,10 +38,10 @@ def cache(context: Context) -> Iterator[Path]:
     if context.rank == 0:
         harness.share_compiled(Path(place[0]))
     dist.broadcast_object_list(place, group=context.oracle)
-    tune_cache._memory.clear()
+    tune._memory.clear()
     with compiles(context), environment(FUSEDPG_CACHE_DIR=place[0]):
         yield Path(place[0])
-    tune_cache._memory.clear()
+    tune._memory.clear()
 
 
 def everyone(context: Context, value: Any) -> list[Any]:
@@ -99,14 +99,14 @@ def remembered(
     """In the process, and on disk; on which rank 0 alone looks."""
     other = fusedpg.fuse(momentum)
     assert other.tune(*given, lr=0.1).source == "memory"
-    tune_cache._memory.clear()
+    tune._memory.clear()
     found = other.tune(*given, lr=0.1)
     assert found.source == "disk" and found.chosen.title == report.chosen.title
     assert other.tune(*given, lr=0.1, again=True).source == "timed"
     dist.barrier(group=context.oracle)
     for file in (place / "tuned").iterdir():
         file.write_text("Nothing()\n")
-    tune_cache._memory.clear()
+    tune._memory.clear()
     dist.barrier(group=context.oracle)
     assert fusedpg.fuse(momentum).tune(*given, lr=0.1).source == "timed"
 

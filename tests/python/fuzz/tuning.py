@@ -17,7 +17,7 @@ from checks.compiled import environment
 from checks.fusion import Contributions, compiled, reference_all_reduce, shard
 from checks.tuner import everyone
 from fusedpg import fusion
-from fusedpg.fusion import tune_cache
+from fusedpg.fusion import tune
 from fuzz.core import Choices, Pair, Tape, TapeChoices, done, draw_tape
 from harness import Context, share_compiled
 
@@ -322,7 +322,7 @@ class Life:
         dist.barrier(group=self.context.oracle)
         if self.context.rank in who:
             if kind == "forget":
-                tune_cache._memory.clear()
+                tune._memory.clear()
             elif kind == "move":
                 os.environ["FUSEDPG_CACHE_DIR"] = str(self.root / folder)
             else:
@@ -354,7 +354,7 @@ class Life:
                 file.mkdir()
             else:
                 file.write_text("x" * 100_000)
-        tune_cache._memory.clear()
+        tune._memory.clear()
 
     def run(self) -> Iterator[Pair]:
         while self.chosen.left > 0:
@@ -391,7 +391,7 @@ def run(program: Tape, context: Context) -> Iterator[Pair]:
     groups.append(Place(parts[0], context.oracle, groups[0].talk, "gloo"))
     mode = chosen.choice(["eager", "eager", "compiled"])
     torch._dynamo.reset()
-    tune_cache._memory.clear()
+    tune._memory.clear()
     with environment(FUSEDPG_FUSION=mode, FUSEDPG_CACHE_DIR=context.scratch):
         yield from Life(context, chosen, groups).run()
     dist.barrier(group=context.oracle)
