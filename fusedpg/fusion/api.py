@@ -557,11 +557,6 @@ class FusedFunction:
         """The parameters that are tensors, of the kinds that `described` gives."""
         return [n for n, kind in zip(self._parameters, kinds.split("\n")) if kind == "tensor"]
 
-    def place(self, group: dist.ProcessGroup | None) -> tuple[int, int]:
-        """The group's size, and this rank in it."""
-        ranks = Ranks.of(group)
-        return ranks.size, ranks.rank
-
     def derived(
         self,
         values: Mapping[str, object],

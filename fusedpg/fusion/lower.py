@@ -294,18 +294,6 @@ class Lowering:
             self.build.fail(f"`{op}` takes {low} operands here, got {len(args)}")
         return self.build.pointwise(op, [self._node(arg) for arg in args], **attributes)
 
-    def _all_reduce(self, x: Node, op: str = "sum") -> Node:
-        return self.build.all_reduce(x, op)
-
-    def _reduce_scatter(self, x: Node, op: str = "sum") -> Node:
-        return self.build.reduce_scatter(x, op)
-
-    def _all_gather(self, x: Node) -> Node:
-        return self.build.all_gather(x)
-
-    def _broadcast(self, x: Node, src: int) -> Node:
-        return self.build.broadcast(x, src)
-
     def _send(self, x: Node, dst: object = None, tag: object = 0) -> Node:
         self.messages.append(self.build.send(x, dst, tag))
         return self.messages[-1]
@@ -471,6 +459,11 @@ def _caster(dtype: torch.dtype) -> Callable[..., object]:
     return lambda lowering, x: lowering._cast(x, dtype)
 
 
+def _built(name: str) -> Callable[..., object]:
+    """What the Builder has by the same name and arguments."""
+    return lambda lowering, *args, **kwargs: getattr(lowering.build, name)(*args, **kwargs)
+
+
 _L = Lowering
 _METHOD_HANDLERS: dict[str, Callable[..., object]] = {
     **{name: _caster(dtype) for name, dtype in _DTYPE_METHODS.items()},
@@ -490,10 +483,10 @@ _METHOD_HANDLERS: dict[str, Callable[..., object]] = {
     "dim": _L._dim,
 }
 _FUNCTION_HANDLERS: dict[object, Callable[..., object]] = {
-    functions.all_reduce: _L._all_reduce,
-    functions.reduce_scatter: _L._reduce_scatter,
-    functions.all_gather: _L._all_gather,
-    functions.broadcast: _L._broadcast,
+    functions.all_reduce: _built("all_reduce"),
+    functions.reduce_scatter: _built("reduce_scatter"),
+    functions.all_gather: _built("all_gather"),
+    functions.broadcast: _built("broadcast"),
     functions.send: _L._send,
     functions.recv: _L._recv,
     functions.dropout: _L._dropout,
