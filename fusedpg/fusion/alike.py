@@ -37,11 +37,10 @@ def _described(program: Program) -> str:
 
 
 def _program(program: Program) -> bytes:
-    found: bytes | None = program.made.get("alike")
-    if found is None:
-        found = hashlib.blake2b(_described(program).encode(), digest_size=8).digest()
-        program.made["alike"] = found
-    return found
+    def digest() -> bytes:
+        return hashlib.blake2b(_described(program).encode(), digest_size=8).digest()
+
+    return program.once("alike", digest)
 
 
 def _numbers(program: Program, arguments: Mapping[str, Any]) -> list[str]:
@@ -102,6 +101,3 @@ def difference(
         f"fused: the ranks of a group called `{program.name}` with different arguments: {text}. "
         f"This is rank {rank} of {size}; pass the same numbers and flags on all ranks"
     )
-
-
-__all__ = ["NO_MARK", "Mark", "difference", "equal", "mark", "words"]

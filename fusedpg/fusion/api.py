@@ -328,24 +328,20 @@ class FusedFunction:
                 del kept[next(iter(kept))]
             kept[key] = value
 
-    def _lookup(
-        self, values: Mapping[str, object], ranks: Ranks, targets: Sequence[torch.Tensor] | None
-    ) -> Schedule:
-        key = self._key(values, ranks)
-        found: Schedule | None = self._choice(key, ranks)
-        if found is None and self._auto and not self._cached_program(key, values, ranks).messages:
-            found = self._tune(values, ranks, (), targets, SECONDS).chosen
-        if found is None:
-            found = self._cached(
-                key, lambda: self._chosen(self._traced(values, ranks), ranks.one_host)
-            )
-        return found
+    def _plan_and_program(
+        self,
+        values: Mapping[str, object],
+        ranks: Ranks,
+        wrt: tuple[str, ...],
+        targets: Sequence[torch.Tensor] | None = None,
+    ) -> tuple[Differentiable | None, Program]:
+        """By what a call is carried out: where `wrt` need gradients, with its backward."""
+        key = (*self._key(values, ranks), wrt) if wrt else self._key(values, ranks)
 
-    def _differentiable(
-        self, values: Mapping[str, object], ranks: Ranks, wrt: tuple[str, ...]
-    ) -> Differentiable:
-        def make() -> Differentiable:
+        def make() -> Differentiable | Schedule:
             program = self._traced(values, ranks)
+            if not wrt:
+                return self._chosen(program, ranks.one_host)
             derived = derive(program, wrt)
             return Differentiable(
                 derived,
@@ -353,14 +349,13 @@ class FusedFunction:
                 _schedule(derived.program, self._backward, ranks.one_host),
             )
 
-        key = (*self._key(values, ranks), wrt)
-        found: Differentiable | None = self._choice(key, ranks)
+        found = self._choice(key, ranks)
         if found is None and self._auto and not self._cached_program(key, values, ranks).messages:
-            self._tune(values, ranks, wrt, None, SECONDS)
+            self._tune(values, ranks, wrt, targets, SECONDS)
             found = self._choice(key, ranks)
         if found is None:
             found = self._cached(key, make)
-        return found
+        return (found, found.forward.program) if wrt else (None, found.program)
 
     # --- the tuner ---------------------------------------------------------------------------
 
@@ -562,11 +557,6 @@ class FusedFunction:
         """The parameters that are tensors, of the kinds that `described` gives."""
         return [n for n, kind in zip(self._parameters, kinds.split("\n")) if kind == "tensor"]
 
-    def place(self, group: dist.ProcessGroup | None) -> tuple[int, int]:
-        """The group's size, and this rank in it."""
-        ranks = Ranks.of(group)
-        return ranks.size, ranks.rank
-
     def derived(
         self,
         values: Mapping[str, object],
@@ -596,9 +586,7 @@ class FusedFunction:
         """How a call is carried out, and where."""
         ranks = Ranks.of(group)
         assert ranks.group is not None
-        plan = self._differentiable(values, ranks, wrt) if wrt else None
-        schedule = plan.forward if plan else self._lookup(values, ranks, None)
-        return plan, schedule.program, (ranks.group, ranks.rank)
+        return *self._plan_and_program(values, ranks, wrt), (ranks.group, ranks.rank)
 
     # --- what calls have in common -----------------------------------------------------------
 
@@ -676,15 +664,12 @@ class FusedFunction:
             )
         if len({tensor.device for tensor in tensors.values()}) > 1:
             raise ValueError("the tensors of a call are on one device")
-        plan = self._differentiable(values, ranks, wrt) if wrt else None
-        schedule = plan.forward if plan else self._lookup(values, ranks, targets)
+        plan, program = self._plan_and_program(values, ranks, wrt, targets)
         if targets is not None:
-            if schedule.program.messages:
-                raise ValueError(
-                    f"`{schedule.program.name}` has messages to other stages: not for `into`"
-                )
-            check_targets(schedule.program, targets, ranks)
-        return values, ranks, wrt, plan, schedule.program
+            if program.messages:
+                raise ValueError(f"`{program.name}` has messages to other stages: not for `into`")
+            check_targets(program, targets, ranks)
+        return values, ranks, wrt, plan, program
 
     def _refused(
         self,

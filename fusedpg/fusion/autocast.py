@@ -104,6 +104,3 @@ def _casts(
             f'`with torch.autocast("{device}", enabled=False)`, or cast what it is given'
         )
     return found
-
-
-__all__ = ["Example", "casts"]

@@ -333,6 +333,3 @@ def _paths_of(code: types.CodeType) -> _Named:
                     path = (step.argval,) if begins else ()
         known = _known[code] = tuple(found), tuple(sorted(names)), assigned
     return known
-
-
-__all__ = ["Captured", "Reads"]

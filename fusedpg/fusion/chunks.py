@@ -28,10 +28,8 @@ class ChunkedCollective:
         scattered = group is not None and any(x.op == "reduce_scatter" for x in group.nodes)
         if group is None or group.kind != "overlap" or not scattered:
             return None
-        found: ChunkedCollective = program.made.setdefault(
-            ("chunks", group), ChunkedCollective(group, program)
-        )
-        return found
+        chunked = functools.partial(ChunkedCollective, group, program)
+        return program.once(("chunks", group), chunked)
 
     @functools.cached_property
     def scatter(self) -> Node:
@@ -107,20 +105,3 @@ class ChunkedCollective:
         program = Program(self.program.name, inputs, outputs, size, False, (group,))
         nodes = tuple(node for node in program.nodes if node in group.nodes)
         return kernel(group, nodes, program)
-
-
-def sources(program: Program, device: str) -> str:
-    """What is generated for the chunks of a program's groups of kind "overlap"."""
-    parts = []
-    for group, _ in program.units:
-        chunked = ChunkedCollective.of(group, program)
-        if chunked is not None:
-            whole = kernel(chunked.collective, chunked.nodes, program)  # GPUs have no chunks
-            found = chunked.of_rows(chunked.spans[0][1]) if device == "cpu" else whole
-            source = found.source if device == "cpu" else found.cuda_source
-            reason = found.reason if device == "cpu" else found.cuda_reason
-            parts.append(source.text if source else f"// {reason}\n")
-    return "\n".join(parts)
-
-
-__all__ = ["ChunkedCollective", "sources"]

@@ -322,6 +322,3 @@ def generate(group: Group, nodes: tuple[Node, ...], program: Program) -> Source:
         Unsupported: for what is not generated.
     """
     return CollectiveWriter(group, nodes, program).source()
-
-
-__all__ = ["AS_IS", "FULL", "PART", "CollectiveWriter", "generate", "of_rows"]

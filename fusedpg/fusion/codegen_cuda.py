@@ -190,6 +190,3 @@ def parameters(source: Source) -> int:
     values = len(source.operands) + len(source.outputs)
     numbers = len(source.numbers) + 2 * len(source.dropouts)
     return 2 + values + numbers + len(source.seeds) + len(source.periods) + 2
-
-
-__all__ = ["ENTRY", "generate_cuda", "parameters"]

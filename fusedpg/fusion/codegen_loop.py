@@ -305,6 +305,3 @@ class Loop(Expressions):
         if not MATH.isdisjoint([node.op for node in self._nodes]):
             text += header(f"math.{self._suffix}")
         return text
-
-
-__all__ = ["Loop", "Sink", "indented", "operands_of"]

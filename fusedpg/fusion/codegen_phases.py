@@ -279,6 +279,3 @@ def generate_phases(group: Group, nodes: tuple[Node, ...], program: Program) -> 
         Unsupported: for what is not generated.
     """
     return _PhaseWriter(group, nodes, program).source()
-
-
-__all__ = ["generate_phases", "of_phases"]

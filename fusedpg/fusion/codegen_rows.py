@@ -193,6 +193,3 @@ def generate_rows(nodes: tuple[Node, ...], program: Program) -> RowSource:
         Unsupported: for what is not generated.
     """
     return _RowWriter(nodes, program).row_source()
-
-
-__all__ = ["AS_IS", "BROADCAST", "CHUNK", "SLICE", "RowSource", "generate_rows"]

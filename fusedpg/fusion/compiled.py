@@ -11,25 +11,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from fusedpg import _fork
 from fusedpg._registration import load_extension
-from fusedpg.functional import _backend, shard_range
+from fusedpg.functional import _backend
 from fusedpg.fusion import compile, nvrtc
 from fusedpg.fusion.alike import NO_MARK, Mark
 from fusedpg.fusion.codegen import Source, Unsupported
-from fusedpg.fusion.codegen_collective import AS_IS, FULL, PART, generate, of_rows
+from fusedpg.fusion.codegen_collective import FULL, PART, generate, of_rows
 from fusedpg.fusion.codegen_cuda import generate_cuda
 from fusedpg.fusion.codegen_phases import generate_phases, of_phases
 from fusedpg.fusion.errors import FusionError
 from fusedpg.fusion.ir import PARTIAL, REPLICATE, SHARD, Group, Node, Program
-from fusedpg.fusion.places import span
+from fusedpg.fusion.places import held, span
 from fusedpg.fusion.scalars import scalars
 
 if TYPE_CHECKING:
     from fusedpg.fusion.plan import Call
 
 _log = logging.getLogger("fusedpg")
-_lock = _fork.lock()
 _KEPT = 256  # places of tensors that a kernel remembers
 
 
@@ -68,6 +66,12 @@ class Kernel:
             self.cuda_reason = f"{unsupported} is not generated for GPUs"
             _log.info("%s runs operation by operation: %s", self._name, self.cuda_reason)
             return None
+
+    def text(self, device: str) -> str:
+        """The source for a kind of device, or why there is none."""
+        source = self.cuda_source if device == "cuda" else self.source
+        reason = self.cuda_reason if device == "cuda" else self.reason
+        return source.text if source else f"// {reason}\n"
 
     def backend(
         self, group: dist.ProcessGroup, device: torch.device, *, on_gpus: bool = True
@@ -249,11 +253,7 @@ def with_mark(numbers: Sequence[float], mark: Mark) -> Sequence[float]:
 
 def _like(node: Node, size: int, rank: int) -> torch.Tensor:
     """A tensor of the type and shape that a rank holds of a value; nobody reads its elements."""
-    shape = node.shape
-    if node.layout.parted:
-        row = node.layout.row
-        shape = (shard_range(node.numel * row, size, rank)[1] // row,)
-    return torch.empty(shape, dtype=node.dtype, device="cpu")
+    return torch.empty(held(node, size, rank), dtype=node.dtype, device="cpu")
 
 
 def unfit(node: Node, tensor: torch.Tensor) -> FusionError:
@@ -287,11 +287,7 @@ def kernel(group: Group, nodes: tuple[Node, ...], program: Program) -> Kernel:
     Groups are kept by transformations, and programs with the same group have other results: so
     it belongs to the program, with which it goes.
     """
-    with _lock:
-        found: Kernel | None = program.made.get(group)
-        if found is None:
-            found = program.made[group] = Kernel(group, nodes, program)
-        return found
+    return program.once(group, functools.partial(Kernel, group, nodes, program))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -309,22 +305,22 @@ class Alone:
     @staticmethod
     def of(node: Node, program: Program) -> Alone | None:
         """None where it is not generated; of one type and shape alike in all programs."""
-        key = "alone", node
-        if key not in program.made:
-            operand = node.operands[0]
-            given = Node("input", (), PARTIAL, node.shape, operand.dtype, "x")
-            kind = (SHARD, node.shape, node.dtype)
-            result = Node("reduce_scatter", (given,), *kind, "reduced", node.attributes)
-            nodes: tuple[Node, ...] = (result,)
-            if node.op == "all_reduce":
-                result = Node("all_gather", nodes, REPLICATE, *kind[1:], "gathered")
-                nodes = (*nodes, result)
-            group = Group("collective", frozenset(nodes))
-            whole = Program("sum", (given,), (result,), program.world_size, True, (group,))
-            found = Kernel(group, nodes, whole)
-            program.made[key] = Alone(given, result, found) if found.source is not None else None
-        alone: Alone | None = program.made[key]
-        return alone
+        return program.once(("alone", node), lambda: Alone._made(node, program.world_size))
+
+    @staticmethod
+    def _made(node: Node, world_size: int) -> Alone | None:
+        operand = node.operands[0]
+        given = Node("input", (), PARTIAL, node.shape, operand.dtype, "x")
+        kind = (SHARD, node.shape, node.dtype)
+        result = Node("reduce_scatter", (given,), *kind, "reduced", node.attributes)
+        nodes: tuple[Node, ...] = (result,)
+        if node.op == "all_reduce":
+            result = Node("all_gather", nodes, REPLICATE, *kind[1:], "gathered")
+            nodes = (*nodes, result)
+        group = Group("collective", frozenset(nodes))
+        program = Program("sum", (given,), (result,), world_size, True, (group,))
+        found = Kernel(group, nodes, program)
+        return Alone(given, result, found) if found.source is not None else None
 
 
 class Begun:
@@ -462,27 +458,7 @@ def _input(node: Node) -> Node:
     return node.operands[0] if node.op == "cast" else node
 
 
-def generated(program: Program, device: str = "cpu") -> str:
-    """The source of a program's fused collectives on a kind of device, or why there is none."""
-    parts = []
-    for group, nodes in program.units:
-        if group is not None and group.kind == "collective":
-            found = kernel(group, nodes, program)
-            source = found.cuda_source if device == "cuda" else found.source
-            reason = found.cuda_reason if device == "cuda" else found.reason
-            parts.append(source.text if source else f"// {reason}\n")
-    return "\n".join(parts) or "// no fused collective: nothing is generated\n"
-
-
-__all__ = [
-    "AS_IS",
-    "Alone",
-    "Begun",
-    "Direct",
-    "Kernel",
-    "begin",
-    "generated",
-    "kernel",
-    "unfit",
-    "with_mark",
-]
+def sources(program: Program, device: str = "cpu") -> list[str]:
+    """The texts of a program's fused collectives on a kind of device."""
+    units = ((group, nodes) for group, nodes in program.units if group is not None)
+    return [kernel(*unit, program).text(device) for unit in units if unit[0].kind == "collective"]

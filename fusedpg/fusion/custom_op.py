@@ -24,7 +24,7 @@ from fusedpg._refusal import telling
 from fusedpg.fusion.autograd import Differentiable, kept_values, numbers_of, run_backward
 from fusedpg.fusion.derive import Derived
 from fusedpg.fusion.ir import Node, Program
-from fusedpg.fusion.places import held
+from fusedpg.fusion.places import Ranks, held
 from fusedpg.fusion.plan import complete, start
 
 if TYPE_CHECKING:
@@ -159,9 +159,9 @@ def _(
     outputs = derived.forward.outputs if derived else program.outputs
     single = derived.single if derived else program.single
     device = tensors[0].device if tensors else torch.device("cpu")
-    place = _functions[handle].place(_group(group))
+    ranks = Ranks.of(_group(group))
     number = [torch.empty((), dtype=torch.int64, device="cpu")] if derived else []
-    return [_marker(count, single), *(_like(node, place, device) for node in outputs), *number]
+    return [_marker(count, single), *(_like(node, ranks, device) for node in outputs), *number]
 
 
 def _keep(function: FusedFunction, plan: Differentiable) -> int:
@@ -209,8 +209,8 @@ def _seen(
         return function.derived(values, _group(group), _names(wrt), device)
 
 
-def _like(node: Node, place: tuple[int, int], device: torch.device) -> Tensor:
-    return torch.empty(held(node.layout, node, *place), dtype=node.dtype, device=device)
+def _like(node: Node, ranks: Ranks, device: torch.device) -> Tensor:
+    return torch.empty(held(node, ranks.size, ranks.rank), dtype=node.dtype, device=device)
 
 
 # --- gradients -----------------------------------------------------------------------------------
@@ -236,8 +236,9 @@ def fused_function_backward(
     plan = _plans.get(function, {}).get(int(number))
     if plan is None:
         raise RuntimeError(f"more than {_KEPT} kinds of calls since the forward of this backward")
-    pg = _group(group)
-    place = dist.distributed_c10d._get_default_group() if pg is None else pg, function.place(pg)[1]
+    ranks = Ranks.of(_group(group))
+    assert ranks.group is not None
+    place = ranks.group, ranks.rank
     found = run_backward(plan, place, kept, numbers_of(plan, values), gradients)
     return _distinct([found[name] for name in _names(wrt)], [*kept, *gradients])
 
@@ -259,8 +260,8 @@ def _(
     derived, _ = _seen(like, handle, kinds, group, wrt, state)
     assert derived is not None
     nodes: Mapping[str, Node] = dict(zip(derived.gradients, derived.program.outputs))
-    place = _functions[handle].place(_group(group))
-    return [_like(nodes[name], place, like[0].device) for name in _names(wrt)]
+    ranks = Ranks.of(_group(group))
+    return [_like(nodes[name], ranks, like[0].device) for name in _names(wrt)]
 
 
 def _set_up(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:

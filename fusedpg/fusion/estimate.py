@@ -7,6 +7,7 @@ program. Its constants are of two ranks on two cores (benchmarks/schedules.py me
 from __future__ import annotations
 
 from fusedpg.fusion.chunks import ChunkedCollective
+from fusedpg.fusion.codegen import MATH
 from fusedpg.fusion.compiled import kernel
 from fusedpg.fusion.ir import COLLECTIVES, LOCAL_REDUCTIONS, REDUCTIONS, Group, Node, Program
 from fusedpg.fusion.local import local_kernel
@@ -24,9 +25,6 @@ _MASK = 40e-9
 _KERNEL_MASK = 2e-9
 _SERIES = 2e-9
 _SIMPLE = 0.1e-9
-_TRANSCENDENTAL = frozenset(
-    ("exp", "log", "tanh", "sigmoid", "erf", "gelu", "gelu_tanh", "silu", "pow")
-)
 
 
 def seconds(program: Program) -> float:
@@ -83,7 +81,7 @@ def _element(node: Node, mask: float) -> float:
     """The time of computing an element, however it is read and written."""
     if node.op == "dropout":
         return mask
-    if node.op in _TRANSCENDENTAL:
+    if node.op in MATH or node.op == "pow":
         return _SERIES
     reduces = node.op in REDUCTIONS or node.op in LOCAL_REDUCTIONS
     return _SIMPLE if node.pointwise or reduces else 0.0
@@ -115,6 +113,3 @@ def _passed(group: Group, nodes: tuple[Node, ...], program: Program) -> float:
         whole = _bytes(value, size)
         time += _BYTE * (whole // size if value in sliced else whole)
     return time
-
-
-__all__ = ["seconds"]

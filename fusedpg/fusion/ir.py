@@ -18,11 +18,15 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from fusedpg import _fork
 from fusedpg.fusion.errors import FusionError
+
+Made = TypeVar("Made")
+_lock = _fork.rlock()  # what is made may be made of something else
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,9 +214,16 @@ class Program:
         return tuple(map(tuple, found))
 
     @functools.cached_property
-    def made(self) -> dict[Any, Any]:
-        """What is made of the program, by whoever makes it: it lives as long as the program."""
+    def _made(self) -> dict[object, Any]:
         return {}
+
+    def once(self, key: object, make: Callable[[], Made]) -> Made:
+        """What `make` gives; of a key it is made once, and lives as long as the program."""
+        with _lock:
+            if key not in self._made:
+                self._made[key] = make()
+            made: Made = self._made[key]
+            return made
 
     @functools.cached_property
     def units(self) -> tuple[Unit, ...]:

@@ -15,9 +15,11 @@ import torch
 from fusedpg import _fork
 from fusedpg._registration import load_extension
 from fusedpg.functional import shard_range
-from fusedpg.fusion import chunks, compile, compiled
+from fusedpg.fusion import compile, compiled
+from fusedpg.fusion.chunks import ChunkedCollective
 from fusedpg.fusion.codegen import Unsupported, code
 from fusedpg.fusion.codegen_rows import CHUNK, SLICE, RowSource, generate_rows
+from fusedpg.fusion.compiled import kernel, unfit
 from fusedpg.fusion.ir import SHARD, Node, Program
 
 _log = logging.getLogger("fusedpg")
@@ -83,7 +85,7 @@ class LocalKernel:
             extent = self._extents[rank] = _Extent(source, self._world_size, rank)
         for (node, _, _), value, count in zip(source.operands, operands, extent.counts):
             if value.dtype is not node.dtype or value.numel() != count:
-                raise compiled.unfit(node, value)
+                raise unfit(node, value)
         total, rows = extent.total, extent.rows
         results = [
             torch.empty((total,) if source.sliced else node.shape, dtype=node.dtype, device="cpu")
@@ -133,30 +135,27 @@ class _Extent:
 
 def local_kernel(group: object, nodes: tuple[Node, ...], program: Program) -> LocalKernel:
     """Of a group of kind "compute"; generated once, and kept by the program."""
-    found: LocalKernel | None = program.made.get(group)
-    if found is None:
-        with _lock:
-            found = program.made.setdefault(group, LocalKernel(nodes, program))
-    return found
+    return program.once(group, functools.partial(LocalKernel, nodes, program))
 
 
-def sources(program: Program) -> str:
-    """The sources of a program's groups of kind "compute", or why there are none."""
-    parts = []
-    for group, nodes in program.units:
-        if group is not None and group.kind == "compute":
-            found = local_kernel(group, nodes, program)
-            parts.append(found.source.text if found.source else f"// {found.reason}\n")
-    return "\n".join(parts)
+def sources(program: Program) -> list[str]:
+    """The texts of a program's groups of kind "compute", or why there are none."""
+    units = ((group, nodes) for group, nodes in program.units if group is not None)
+    found = [local_kernel(*unit, program) for unit in units if unit[0].kind == "compute"]
+    return [x.source.text if x.source else f"// {x.reason}\n" for x in found]
 
 
 def generated(program: Program, device: str = "cpu") -> str:
     """All that is generated for a program on a kind of device, or why there is nothing."""
-    local = sources(program) if device == "cpu" else ""
-    local = "\n".join(filter(None, (chunks.sources(program, device), local)))
-    if local and not any(group.kind == "collective" for group in program.groups):
-        return local
-    return compiled.generated(program, device) + local
-
-
-__all__ = ["LocalKernel", "generated", "local_kernel", "sources"]
+    collectives, others = compiled.sources(program, device), []
+    for group, _ in program.units:
+        chunked = ChunkedCollective.of(group, program)
+        if chunked is not None:
+            whole = kernel(chunked.collective, chunked.nodes, program)  # GPUs have no chunks
+            found = chunked.of_rows(chunked.spans[0][1]) if device == "cpu" else whole
+            others.append(found.text(device))
+    others += sources(program) if device == "cpu" else []
+    if others and not collectives:
+        return "\n".join(others)
+    text = "\n".join(collectives) or "// no fused collective: nothing is generated\n"
+    return text + "\n".join(others)

@@ -24,19 +24,17 @@ class LocalRowReduction(Transformation):
 
     def apply(self, program: Program) -> Program:
         self._ungrouped(program)
-        found = self._all(program, "all_reduce")
-        if self.node is None:
-            found = [node for node in found if obstacle(program, node) is None]
-            if not found:
-                self.refuse("the program has no reduction of slices of whole rows")
-        for node in found:
-            reason = obstacle(program, node)
-            if reason is not None:
-                self.refuse(reason, node)
+        none = "the program has no reduction of slices of whole rows"
+        found = self._fitting(program, "all_reduce", none=none)
         return _OnRows(program, frozenset(found)).result()
 
+    @staticmethod
+    def _obstacle(program: Program, node: Node) -> tuple[str, Node] | None:
+        reason = _needed(program, node)
+        return None if reason is None else (reason, node)
 
-def obstacle(program: Program, node: Node) -> str | None:
+
+def _needed(program: Program, node: Node) -> str | None:
     """Why an all_reduce is needed."""
     local = node.operands[0]
     if local.op not in LOCAL_REDUCTIONS or node.op != "all_reduce":
@@ -125,6 +123,3 @@ class _OnRows(Moved):
         if operand in self._slices:
             return self._slices[operand]
         return self._operand(operand, shape, layout)
-
-
-__all__ = ["LONGEST", "LocalRowReduction", "obstacle"]

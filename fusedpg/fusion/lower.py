@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fusedpg.fusion import autocast, functions
 from fusedpg.fusion.build import NO_SLICES, Builder
-from fusedpg.fusion.errors import FusionError, IllegalProgram
+from fusedpg.fusion.errors import FusionError
 from fusedpg.fusion.ir import FLOATS, PARTIAL, REPLICATE, SHARD, Layout, Node, Program
 from fusedpg.fusion.messages import End
 from fusedpg.fusion.ops import FUNCTIONS, METHODS, UNARY
@@ -164,8 +164,6 @@ class Lowering:
             return self._values[argument]
         if isinstance(argument, (tuple, list)):
             return type(argument)(self._value(item) for item in argument)
-        if isinstance(argument, (dict, slice)):
-            return argument
         return argument
 
     def _node(self, value: object) -> Node:
@@ -295,18 +293,6 @@ class Lowering:
         if not low <= len(args) <= high:
             self.build.fail(f"`{op}` takes {low} operands here, got {len(args)}")
         return self.build.pointwise(op, [self._node(arg) for arg in args], **attributes)
-
-    def _all_reduce(self, x: Node, op: str = "sum") -> Node:
-        return self.build.all_reduce(x, op)
-
-    def _reduce_scatter(self, x: Node, op: str = "sum") -> Node:
-        return self.build.reduce_scatter(x, op)
-
-    def _all_gather(self, x: Node) -> Node:
-        return self.build.all_gather(x)
-
-    def _broadcast(self, x: Node, src: int) -> Node:
-        return self.build.broadcast(x, src)
 
     def _send(self, x: Node, dst: object = None, tag: object = 0) -> Node:
         self.messages.append(self.build.send(x, dst, tag))
@@ -473,6 +459,11 @@ def _caster(dtype: torch.dtype) -> Callable[..., object]:
     return lambda lowering, x: lowering._cast(x, dtype)
 
 
+def _built(name: str) -> Callable[..., object]:
+    """What the Builder has by the same name and arguments."""
+    return lambda lowering, *args, **kwargs: getattr(lowering.build, name)(*args, **kwargs)
+
+
 _L = Lowering
 _METHOD_HANDLERS: dict[str, Callable[..., object]] = {
     **{name: _caster(dtype) for name, dtype in _DTYPE_METHODS.items()},
@@ -492,10 +483,10 @@ _METHOD_HANDLERS: dict[str, Callable[..., object]] = {
     "dim": _L._dim,
 }
 _FUNCTION_HANDLERS: dict[object, Callable[..., object]] = {
-    functions.all_reduce: _L._all_reduce,
-    functions.reduce_scatter: _L._reduce_scatter,
-    functions.all_gather: _L._all_gather,
-    functions.broadcast: _L._broadcast,
+    functions.all_reduce: _built("all_reduce"),
+    functions.reduce_scatter: _built("reduce_scatter"),
+    functions.all_gather: _built("all_gather"),
+    functions.broadcast: _built("broadcast"),
     functions.send: _L._send,
     functions.recv: _L._recv,
     functions.dropout: _L._dropout,
@@ -640,6 +631,3 @@ def ends(graph: fx.Graph) -> list[End]:
                 described = f"{node.meta.get('source')}: `{node.name}`"
                 found.append(End(node.target is functions.send, stage, tag, described))
     return found
-
-
-__all__ = ["IllegalProgram", "Parameter", "collective", "ends", "lower"]

@@ -143,30 +143,20 @@ class Messages:
         for node, number in zip(ends, numbers):
             self._open[node].start(number)
 
-    def send(self, node: Node, part: torch.Tensor) -> None:
-        """Begins to send a value, or the next part of one that goes in chunks."""
-        sending = self._open[node]
-        assert isinstance(sending, Sending)
-        sending.send(part)
+    def sending(self, node: Node) -> Sending:
+        message = self._open[node]
+        assert isinstance(message, Sending)
+        return message
 
-    def sent(self, node: Node) -> int:
-        """How many parts of a value are on their way."""
-        sending = self._open[node]
-        assert isinstance(sending, Sending)
-        return sending.sent
+    def receiving(self, node: Node) -> Receiving:
+        message = self._open[node]
+        assert isinstance(message, Receiving)
+        return message
 
     def receive(self, node: Node) -> Steps:
-        receiving = self._open[node]
-        assert isinstance(receiving, Receiving)
-        value = yield from receiving.finish()
+        value = yield from self.receiving(node).finish()
         del self._open[node]  # the value is held no longer than its users need it
         return value
-
-    def receive_part(self, node: Node) -> Steps:
-        """The next part of a value that comes in chunks."""
-        receiving = self._open[node]
-        assert isinstance(receiving, Receiving)
-        return (yield from receiving.part())
 
     def finish(self) -> Steps:
         """Until all that has been sent has been received."""

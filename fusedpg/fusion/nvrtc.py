@@ -166,6 +166,3 @@ def kernel(source: Source, name: str, backend: Any, tensor: torch.Tensor) -> Any
             _failed.add(key)
             _log.warning("%s is not compiled, and runs operation by operation: %s", name, error)
             return 0
-
-
-__all__ = ["OPTIONS", "Nvrtc", "kernel", "library", "ptx"]

@@ -13,7 +13,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from fusedpg.functional import group_info, shard_range
 from fusedpg.fusion.errors import IllegalProgram
-from fusedpg.fusion.ir import SHARD, Layout, Node, Program
+from fusedpg.fusion.ir import Node, Program
 
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 # Of groups that this rank is in: size, rank, name, and whether all ranks are on one host.
@@ -73,15 +73,16 @@ def _on_one_host(group: dist.ProcessGroup) -> bool:
     return info["local_world_size"] == info["world_size"]
 
 
-def held(layout: Layout, node: Node, size: int, rank: int) -> tuple[int, ...]:
-    """The shape of what a rank holds."""
-    if layout == SHARD:
-        return (shard_range(node.numel, size, rank)[1],)
-    return node.shape
+def held(node: Node, size: int, rank: int) -> tuple[int, ...]:
+    """The shape of what a rank holds of a value."""
+    if not node.layout.parted:
+        return node.shape
+    row = node.layout.row
+    return (shard_range(node.numel * row, size, rank)[1] // row,)
 
 
 def check_part(node: Node, name: str, tensor: torch.Tensor, ranks: Ranks) -> None:
-    expected = held(SHARD, node, ranks.size, ranks.rank)
+    expected = held(node, ranks.size, ranks.rank)
     if tuple(tensor.shape) != expected:
         raise IllegalProgram(
             f"`{name}` is a Shard of a tensor of shape {list(node.shape)}: rank {ranks.rank} of "
@@ -178,7 +179,7 @@ def check_targets(program: Program, targets: list[torch.Tensor], ranks: Ranks) -
     for number, (node, target) in enumerate(zip(program.outputs, targets)):
         if not has_memory(target):
             raise TypeError(f"target {number} is a {_described(target)}, not an ordinary tensor")
-        expected = held(node.layout, node, ranks.size, ranks.rank)
+        expected = held(node, ranks.size, ranks.rank)
         if tuple(target.shape) != expected or target.dtype != node.dtype:
             raise ValueError(
                 f"target {number} is {target.dtype} of shape {list(target.shape)}; the result "

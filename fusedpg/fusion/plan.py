@@ -53,6 +53,7 @@ _lock = _fork.lock()
 _KEPT = 256  # calls of a function on a group
 
 Run = Generator[Any, None, list[torch.Tensor]]
+_Plans = weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, "Plan"]]
 
 
 def complete(run: Iterator[object]) -> Any:
@@ -225,8 +226,8 @@ class Plan:
     def of(program: Program, group: dist.ProcessGroup, device: torch.device) -> Plan:
         """It is made once, and kept by the program as long as there is the group."""
         with _lock:
-            plans = program.made.setdefault("plans", weakref.WeakKeyDictionary())
-            of_group: dict[torch.device, Plan] = plans.setdefault(group, {})
+            plans: _Plans = program.once("plans", weakref.WeakKeyDictionary)
+            of_group = plans.setdefault(group, {})
         found = of_group.get(device)
         if found is None:
             found = of_group[device] = Plan(program, group, device)
@@ -531,6 +532,3 @@ class EarlierCalls:
             [n for n, value in enumerate(values.values()) if isinstance(value, torch.Tensor)],
             call.places,
         )
-
-
-__all__ = ["Call", "EarlierCalls", "Plan", "Run", "complete", "start", "wait"]

@@ -142,6 +142,3 @@ def _refused(shown: str, why: str, status: os.stat_result) -> FusionError:
         "put code there: take their write permission away (chmod go-w), or set FUSEDPG_CACHE_DIR "
         "to a directory that only this user can change"
     )
-
-
-__all__ = ["content", "directory"]

@@ -155,6 +155,3 @@ def passes(program: Program, taken: set[Node]) -> Iterator[frozenset[Node]]:
             if len(nodes) > 1 and any(node.op in REDUCTIONS for node in nodes):
                 taken |= nodes
                 yield frozenset(nodes)
-
-
-__all__ = ["Rows", "levels", "passes"]

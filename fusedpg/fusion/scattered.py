@@ -136,6 +136,3 @@ def _check_written(tensors: Sequence[torch.Tensor]) -> None:
                 "two targets lie in the same memory: one result would write over the other"
             )
         behind.append(t)
-
-
-__all__ = ["Targets", "flat"]

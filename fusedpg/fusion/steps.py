@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from fusedpg._agreement import answer
+from fusedpg._agreement import Answer, answer
 from fusedpg.functional import shard_range
 from fusedpg.fusion import alike
 from fusedpg.fusion.chunks import ChunkedCollective
@@ -23,6 +23,7 @@ from fusedpg.fusion.compiled import Kernel, begin, with_mark
 from fusedpg.fusion.ir import Group, Node
 from fusedpg.fusion.local import LocalKernel
 from fusedpg.fusion.ops import POINTWISE, SCALAR_OPS
+from fusedpg.fusion.places import held
 from fusedpg.fusion.scalars import scalars
 from fusedpg.fusion.torch_ops import TorchOps, as_rows, matmul
 
@@ -132,14 +133,31 @@ class LocalRows(Step):
 # --- operations of the group ---------------------------------------------------------------------
 
 
-class Fused(Step):
-    """A fused collective as generated code; on ranks of which one has none, node by node.
+class Generated(Step):
+    """An operation of the group as generated code; on ranks of which one has none, node by node.
 
-    The group's operation tells whether all ranks have the function: it does nothing where one
-    has not.
+    The operation tells whether all ranks have the function: it does nothing where one has not.
     """
 
     meets = True
+    answer: Answer
+    _nodes: tuple[Node, ...]  # those that it carries out
+    _alone = False  # whether that is a reduction with nothing around it
+
+    def _instead(self, call: Call) -> Stops:
+        return call.plan.instead(call, self._nodes, of_a_group=not self._alone)
+
+    def _lost(self, call: Call, unmarked: bool) -> Stops:
+        """A rank of the group has no function: no rank uses its own again."""
+        self.answer.all_have_it = False
+        call.unmarked = unmarked  # node by node it is compared again
+        name = call.plan.program.name
+        _log.info("%s runs operation by operation: a rank has no compiled function", name)
+        return self._instead(call)
+
+
+class Fused(Generated):
+    """A fused collective."""
 
     def __init__(
         self,
@@ -150,8 +168,7 @@ class Fused(Step):
         nodes: tuple[Node, ...],
         alone: bool = False,
     ) -> None:
-        """`number`: of what the kernel reads and gives. `nodes`: those that it carries out.
-        `alone`: whether that is a reduction with nothing around it."""
+        """`number`: of what the kernel reads and gives."""
         source, plan = kernel.source, call.plan
         assert source is not None
         self.kernel, self._backend, self._nodes, self._alone = kernel, backend, nodes, alone
@@ -185,7 +202,7 @@ class Fused(Step):
 
     def run(self, call: Call) -> Stops:
         if not call.compiles or self.answer.all_have_it is False:
-            return call.plan.instead(call, self._nodes, of_a_group=not self._alone)
+            return self._instead(call)
         slots = call.slots
         given = [slots[at].contiguous() if at >= 0 else None for at in self._read]
         for at, whole, node in self._slices:
@@ -231,8 +248,7 @@ class Fused(Step):
     def _new(self, call: Call, number: int) -> torch.Tensor:
         """Memory for the result of this number."""
         node, _ = self._source.outputs[number]
-        length = shard_range(self._source.scatter.numel, call.plan.size, call.plan.rank)[1]
-        shape = (length // node.layout.row,) if node.layout.parted else node.shape
+        shape = held(node, call.plan.size, call.plan.rank)
         return torch.empty(shape, dtype=node.dtype, device=call.device)
 
     def _begin(
@@ -270,14 +286,6 @@ class Fused(Step):
             return
         for at, value in zip(self._written, results):
             call.slots[at] = value
-
-    def _lost(self, call: Call, unmarked: bool) -> Stops:
-        """A rank of the group has no function: no rank uses its own again."""
-        self.answer.all_have_it = False
-        call.unmarked = unmarked  # node by node it is compared again
-        name = call.plan.program.name
-        _log.info("%s runs operation by operation: a rank has no compiled function", name)
-        return call.plan.instead(call, self._nodes, of_a_group=not self._alone)
 
 
 class Reduction(Step):
@@ -375,10 +383,8 @@ class Overlapped(Step):
         call.slots[self._at] = torch.cat(totals).reshape(self._sum.shape)
 
 
-class OverlappedProgram(Step):
+class OverlappedProgram(Generated):
     """Rows are summed, computed with and gathered or sent beside what is done with the next."""
-
-    meets = True
 
     def __init__(self, call: Call, chunked: ChunkedCollective, backend: object) -> None:
         self._chunked, self._backend = chunked, backend
@@ -386,7 +392,7 @@ class OverlappedProgram(Step):
         self._kernels = [(span, chunked.of_rows(span[1] - span[0])) for span in chunked.spans]
         source = self._kernels[0][1].source
         assert source is not None
-        self._answer = answer(call.group, (source.key, call.device.type))
+        self.answer = answer(call.group, (source.key, call.device.type))
         self._functions: list[int] = []
         self._nodes = *chunked.products, *chunked.nodes, *chunked.sends
 
@@ -401,8 +407,8 @@ class OverlappedProgram(Step):
         return OverlappedProgram(call, chunked, backend)
 
     def run(self, call: Call) -> Iterator[object]:
-        if not call.compiles or self._answer.all_have_it is False:
-            yield from call.plan.instead(call, self._nodes, of_a_group=True) or ()
+        if not call.compiles or self.answer.all_have_it is False:
+            yield from self._instead(call) or ()
             return
         chunked, slots = self._chunked, call.slots
         contribution = self._contribution(call)
@@ -443,11 +449,7 @@ class OverlappedProgram(Step):
                 for node, result in (*gathered.items(), *tokens.items()):
                     slots[self._number[node]] = result
                 return
-        self._answer.all_have_it = False
-        call.unmarked = unmarked
-        name = call.plan.program.name
-        _log.info("%s runs operation by operation: a rank has no compiled function", name)
-        yield from call.plan.instead(call, self._nodes, of_a_group=True) or ()
+        yield from self._lost(call, unmarked) or ()
 
     def _contribution(self, call: Call) -> Callable[[int, int], torch.Tensor]:
         """Rows of what this rank adds: they are multiplied when they are asked for."""
@@ -468,7 +470,7 @@ class OverlappedProgram(Step):
         """Sends of a chunk's results those that another stage takes."""
         for node in self._chunked.sends:
             assert call.messages is not None
-            call.messages.send(node, results[self._chunked.results.index(node.operands[0])])
+            call.messages.sending(node).send(results[self._chunked.results.index(node.operands[0])])
 
     def _rows(self, node: Node, value: torch.Tensor) -> torch.Tensor:
         """An operand as a matrix, of which chunks take rows; or a row that all of them take."""
@@ -542,7 +544,7 @@ class Send(Step):
         if self._spans:
             return self._in_chunks(call, value)
         assert call.messages is not None
-        call.messages.send(self._node, value)
+        call.messages.sending(self._node).send(value)
         return None
 
     def _in_chunks(self, call: Call, value: torch.Tensor) -> Iterator[object]:
@@ -553,12 +555,12 @@ class Send(Step):
             work, value = begin_gather(call, value, sent.numel, 1, call.async_op)
             yield from _waited(work)
             call.met()
-        rows = value.reshape(-1, sent.shape[-1])
-        for first, last in self._spans[call.messages.sent(self._node) :]:
+        rows, sending = value.reshape(-1, sent.shape[-1]), call.messages.sending(self._node)
+        for first, last in self._spans[sending.sent :]:
             part = rows[first:last]
             if sent.layout.parted:
                 part = call.plan.torch.slice(part, tuple(part.shape))
-            call.messages.send(self._node, part)
+            sending.send(part)
 
 
 class SendProduct(Step):
@@ -579,7 +581,7 @@ class SendProduct(Step):
             part = matmul(rows[first:last], b, transposed)
             if self._send.operands[0].layout.parted:
                 part = call.plan.torch.slice(part, tuple(part.shape))
-            call.messages.send(self._send, part)
+            call.messages.sending(self._send).send(part)
         call.slots[self._at] = torch.zeros((), device=a.device)
         return None
 
@@ -608,7 +610,7 @@ class ReceiveInChunks(Step):
         assert call.messages is not None
         columns, work, rows = self._node.shape[-1], None, []
         for first, last in self._spans:
-            part = yield from call.messages.receive_part(self._recv)
+            part = yield from call.messages.receiving(self._recv).part()
             yield from _waited(work)  # one is on its way at a time, as in OverlappedProgram
             work, whole = begin_gather(call, part, (last - first) * columns, 1, True)
             rows.append(whole)
@@ -725,23 +727,3 @@ def _padded(flat: torch.Tensor, count: int) -> torch.Tensor:
     result = flat.new_zeros(count)
     result[: flat.numel()] = flat
     return result
-
-
-__all__ = [
-    "Fused",
-    "LocalRows",
-    "Moved",
-    "Overlapped",
-    "OverlappedProgram",
-    "Receive",
-    "ReceiveInChunks",
-    "Reduction",
-    "Scalar",
-    "Send",
-    "SendProduct",
-    "Step",
-    "Stops",
-    "Torch",
-    "compare_numbers",
-    "step_of",
-]

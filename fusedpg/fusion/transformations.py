@@ -69,6 +69,28 @@ class Transformation(abc.ABC):
             self.refuse(f"it is about {' or '.join(ops)}", found)
         return [found]
 
+    def _fitting(self, program: Program, *ops: str, none: str) -> list[Node]:
+        """The named node, or all of these operations that nothing is in the way of.
+
+        Args:
+            none: why it is refused where there is none.
+        """
+        found = self._all(program, *ops)
+        if self.node is None:
+            found = [node for node in found if self._obstacle(program, node) is None]
+            if not found:
+                self.refuse(none)
+        for node in found:
+            obstacle = self._obstacle(program, node)
+            if obstacle is not None:
+                self.refuse(*obstacle)
+        return found
+
+    @staticmethod
+    def _obstacle(program: Program, node: Node) -> tuple[str, Node] | None:
+        """Why a node has to stay as it is, and which node is in the way."""
+        raise NotImplementedError
+
     def _ungrouped(self, program: Program) -> None:
         if program.groups:
             self.refuse("fused groups are fixed: apply it before what fuses")
@@ -120,15 +142,8 @@ class Reorder(Transformation):
 
     def apply(self, program: Program) -> Program:
         self._ungrouped(program)
-        found = self._all(program, "all_gather")
-        if self.node is None:
-            found = [node for node in found if self._obstacle(program, node) is None]
-            if not found:
-                self.refuse("the program has no all_gather with elementwise operations behind it")
-        for node in found:
-            obstacle = self._obstacle(program, node)
-            if obstacle is not None:
-                self.refuse(*obstacle)
+        none = "the program has no all_gather with elementwise operations behind it"
+        found = self._fitting(program, "all_gather", none=none)
         return Moved(program, frozenset(found)).result()
 
     @staticmethod
@@ -176,7 +191,7 @@ class Moved:
         elif node.operands and _slices(node, node.operands[0]):
             self._new[node] = self._slices[node.operands[0]]
         elif node.op in REDUCTIONS and node.operands[0] in self._slices:
-            self._new[node] = self._reduced(node)
+            self._new[node] = _by_slices(node, self._slices[node.operands[0]], self._names)
         elif node.pointwise and node.op != "slice" and self._on_slices(node):
             operands = tuple(self._operand(operand, node.shape) for operand in node.operands)
             self._slices[node] = dataclasses.replace(node, operands=operands, layout=SHARD)
@@ -199,18 +214,6 @@ class Moved:
         if key not in self._sliced:
             self._sliced[key] = _slice(value, shape, self._names, layout)
         return self._sliced[key]
-
-    def _reduced(self, node: Node) -> Node:
-        local = dataclasses.replace(
-            node,
-            op=f"local_{node.op}",
-            operands=(self._slices[node.operands[0]],),
-            layout=PARTIAL,
-            name=self._names.new(f"{node.name}_local"),
-        )
-        return dataclasses.replace(
-            node, op="all_reduce", operands=(local,), attributes=(("op", node.op),)
-        )
 
     def _whole(self, node: Node) -> Node:
         """The value in its own layout; gathered once, where somebody needs it."""
@@ -263,6 +266,19 @@ def _slices(node: Node, value: Node) -> bool:
 def _slice(value: Node, shape: tuple[int, ...], names: Names, layout: Layout = SHARD) -> Node:
     name = names.new(f"{value.name}_slice")
     return Node("slice", (value,), layout, shape, value.dtype, name, (), value.source)
+
+
+def _by_slices(reduction: Node, part: Node, names: Names) -> Node:
+    """A reduction of a whole value as those of the ranks' slices, and an all_reduce of these."""
+    local = dataclasses.replace(
+        reduction,
+        op=f"local_{reduction.op}",
+        operands=(part,),
+        layout=PARTIAL,
+        name=names.new(f"{reduction.name}_local"),
+    )
+    attributes = (("op", reduction.op),)
+    return dataclasses.replace(reduction, op="all_reduce", operands=(local,), attributes=attributes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -360,15 +376,8 @@ class FuseSend(Transformation):
 
     def apply(self, program: Program) -> Program:
         self._ungrouped(program)
-        found = self._all(program, "send", "recv")
-        if self.node is None:
-            found = [node for node in found if self._obstacle(program, node) is None]
-            if not found:
-                self.refuse("the program has no send or recv of a whole value")
-        for node in found:
-            obstacle = self._obstacle(program, node)
-            if obstacle is not None:
-                self.refuse(*obstacle)
+        none = "the program has no send or recv of a whole value"
+        found = self._fitting(program, "send", "recv", none=none)
         names = Names(node.name for node in program.nodes)
 
         def change(node: Node, operands: tuple[Node, ...]) -> Node | None:
@@ -636,14 +645,7 @@ def _on_slices(program: Program, whole: Node) -> Program:
     summed = part(value, value.shape, 1)
 
     def change(node: Node, operands: tuple[Node, ...]) -> Node | None:
-        if node is not whole:
-            return None
-        name = names.new(f"{node.name}_local")
-        local = dataclasses.replace(
-            node, op=f"local_{node.op}", operands=(summed,), layout=PARTIAL, name=name
-        )
-        attributes = (("op", node.op),)
-        return dataclasses.replace(node, op="all_reduce", operands=(local,), attributes=attributes)
+        return _by_slices(node, summed, names) if node is whole else None
 
     return rewrite(program, change)
 

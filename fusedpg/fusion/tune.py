@@ -2,26 +2,39 @@
 
 What ranks decide by goes through a collective of the group first, so that all decide alike: what
 each schedule took on its slowest rank, whether a rank raised, whether the time is over.
+
+Choices are remembered in the process, and under FUSEDPG_CACHE_DIR. A choice is the title of a
+schedule, found by the program (with its shapes and types) and by where it was timed. A file that is
+damaged, or of schedules that there are no longer, is as good as none.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import logging
+import os
+import platform
+import re
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from fusedpg._refusal import telling
+from fusedpg._registration import load_extension
+from fusedpg.functional import group_info
 from fusedpg.fusion.errors import FusionError
 from fusedpg.fusion.ir import Node, Program
 from fusedpg.fusion.places import Ranks, held
 from fusedpg.fusion.plan import complete, start
+from fusedpg.fusion.private import content, directory
 from fusedpg.fusion.schedule import Schedule, ordered
-from fusedpg.fusion.tune_cache import known, remember
 
 _log = logging.getLogger("fusedpg")
 SECONDS = 5.0
@@ -30,6 +43,8 @@ _SAMPLE = 500e-6
 _ROUNDS = (3, 15)
 # What was so many times as slow as the fastest in a first run is not timed again.
 _HOPELESS = 3.0
+_memory: dict[str, str] = {}
+_KEPT = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,7 +303,65 @@ def stand_ins(
     """Arguments for a backward program, whose own are not there yet."""
 
     def ones(node: Node) -> torch.Tensor:
-        shape = held(node.layout, node, program.world_size, rank)
+        shape = held(node, program.world_size, rank)
         return torch.ones(shape, dtype=node.dtype, device=device)
 
     return {node.name: numbers[node.name] if node.scalar else ones(node) for node in program.inputs}
+
+
+# --- what is remembered --------------------------------------------------------------------------
+
+
+def _place(group: dist.ProcessGroup) -> str:
+    """What the times depend on besides the program."""
+    try:
+        info = group_info(group)
+    except ValueError:  # another backend
+        return dist.get_backend(group)
+    facts = ("engine", "world_size", "local_world_size", "threads", "isa", "transport")
+    return ", ".join(f"{fact} {info.get(fact)}" for fact in facts)
+
+
+def _key(program: Program, group: dist.ProcessGroup, device: str, into: bool) -> str:
+    text = re.sub(r"  \S+:\d+$", "", str(program), flags=re.MULTILINE)  # lines of the user's file
+    compiled = load_extension()._fusion_settings()[0]
+    facts = [text, _place(group), device, "into" if into else "new", f"compiled {compiled}"]
+    if device == "cuda":
+        facts.append(torch.cuda.get_device_name())
+    facts += [torch.__version__, platform.machine(), platform.node(), str(os.cpu_count())]
+    return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:40]
+
+
+def known(
+    program: Program, group: dist.ProcessGroup, device: str, into: bool
+) -> tuple[str | None, str]:
+    """The title of what was chosen, and whether from "memory" or "disk"."""
+    key = _key(program, group, device, into)
+    if key in _memory:
+        return _memory[key], "memory"
+    try:
+        with _directory() as place:
+            lines = (content(place / key) or b"").decode().splitlines()
+    except (OSError, FusionError, UnicodeDecodeError):
+        return None, ""
+    return (lines[0], "disk") if lines else (None, "")
+
+
+def remember(
+    program: Program, group: dist.ProcessGroup, device: str, into: bool, title: str
+) -> None:
+    key = _key(program, group, device, into)
+    while len(_memory) >= _KEPT:
+        del _memory[next(iter(_memory))]
+    _memory[key] = title
+    try:
+        with _directory() as place:
+            with tempfile.NamedTemporaryFile("w", dir=place, prefix=f"{key}.", delete=False) as new:
+                new.write(f"{title}\n{program.name}, {_place(group)}\n")
+            Path(new.name).replace(place / key)
+    except (OSError, FusionError) as error:
+        _log.info("what the tuner chose is not kept on disk: %s", error)
+
+
+def _directory() -> AbstractContextManager[Path]:
+    return directory(load_extension()._fusion_settings()[1], "tuned")

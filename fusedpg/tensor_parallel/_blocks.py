@@ -184,16 +184,3 @@ def begin_scatter_sum(
     if not part.numel():
         return part, None
     return part, reduce_scatter(part, by_rank, group=group, async_op=True)
-
-
-__all__ = [
-    "Blocks",
-    "Gathering",
-    "Piece",
-    "begin_scatter_sum",
-    "checked",
-    "dimension",
-    "landed",
-    "multiplied",
-    "reduce_scatter",
-]

@@ -314,6 +314,3 @@ def dropped(x: torch.Tensor, p: float, seed: int, firsts: Sequence[int] = (0,)) 
             return result
     keep = torch.cat([kept(p, seed, first, count, x.device) for first in firsts]).reshape(x.shape)
     return torch.where(keep, x * (1 / (1 - p)) if p < 1 else x, torch.zeros_like(x))
-
-
-__all__ = ["Epilogue", "Place", "added", "dropped"]

@@ -188,6 +188,3 @@ def normed(norm: nn.Module, y: torch.Tensor, place: Place, dim: int) -> torch.Te
         return norm(y)
     summed = _collectives.sum_gradients([named[n] for n in wanting], place.group)
     return functional_call(norm, dict(zip(wanting, summed)), (y,))
-
-
-__all__ = ["Columns", "Rows", "columns", "normed", "summed_rows"]

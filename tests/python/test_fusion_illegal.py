@@ -10,7 +10,6 @@ import torch
 
 import fusedpg
 from checks import fusion as checks
-from fusedpg import fusion
 from fusedpg.fusion import (
     AsShard,
     FuseCollective,
@@ -27,7 +26,6 @@ from fusedpg.fusion import (
 
 pytestmark = pytest.mark.fused_only
 
-NAMES = {**checks.FUSED, "send": fusion.send, "recv": fusion.recv}
 HEAD = "g: Partial, w: Replicate, m: Shard, k: Replicate, s: Partial, lr: float"
 # What the function does, the node that the message names, and a word of the reason.
 PROGRAMS = [
@@ -101,7 +99,7 @@ PROGRAMS = [
 
 def traced(text: str) -> Program:
     source = f"def program({HEAD}):\n{textwrap.indent(text, '    ')}\n"
-    fused = fusedpg.fuse(checks.compiled(source, {**NAMES, "OUTSIDE": torch.ones(3)}))
+    fused = fusedpg.fuse(checks.compiled(source, {**checks.FUSED, "OUTSIDE": torch.ones(3)}))
     tensors = {"g": torch.ones(2, 3), "w": torch.ones(2, 3), "m": torch.ones(6)}
     return fused.program(**tensors, k=torch.ones(3, 4), s=torch.ones(()), lr=0.1, world_size=2)
 

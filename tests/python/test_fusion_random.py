@@ -9,8 +9,7 @@ from __future__ import annotations
 import pytest
 
 import harness
-from checks import mesh
-from fuzz import core, functions, layers, pipelines, targets
+from fuzz import core, functions, targets
 
 pytestmark = [pytest.mark.fused_only, pytest.mark.timeout(600)]
 SEEDS = [0, *map(harness.slow, range(1, 8))]
@@ -45,14 +44,6 @@ def test_messages_between_hosts(where: str) -> None:
     search("pipelines", where, 1)
 
 
-def test_one_of_several_messages_differs() -> None:
-    harness.pool(4).run(pipelines.recovers)
-
-
-def test_waits_in_another_order() -> None:
-    harness.pool(3).run(pipelines.reversed_waits)
-
-
 @pytest.mark.parametrize("where", ["2", *map(harness.slow, "13")])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_places_of_tensors(where: str, seed: int) -> None:
@@ -68,24 +59,3 @@ def test_kinds_of_tensors(world_size: int) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_parallel_layers(where: str, seed: int) -> None:
     search("layers", where, seed)
-
-
-def test_other_numbers_of_threads() -> None:
-    harness.pool(2).run(layers.threads)
-
-
-def test_overlap_falls_back() -> None:
-    harness.pool(2).run(layers.overlap_falls_back)
-
-
-def test_doubles_under_autocast() -> None:
-    harness.pool(2).run(layers.doubles_under_autocast)
-
-
-def test_layers_beside_ddp() -> None:
-    harness.pool(4).run(mesh.train)
-
-
-def test_layers_under_torch_compile() -> None:
-    """They break the graph, and run as they do outside."""
-    harness.pool(2).run(layers.under_compile)

@@ -15,7 +15,6 @@ import harness
 from checks import compiled as generated
 from checks import fusion as checks
 from checks import fusion_autograd as gradients
-from checks import rows
 from checks.fusion import Case
 from checks.refused import refused
 from fusedpg import fusion
@@ -80,14 +79,14 @@ def same_bits(context: Context, shape: tuple[int, ...], dtype: torch.dtype) -> N
     with generated.compiles(context):
         got = run(*given)
         assert generated.done() == before + 1
-        with rows.counted() as done:
+        with generated.counted() as done:
             want = fusedpg.fuse(block).scheduled(*AFTER)(*given)
         assert any(source.rows is not None for source in done)
     eager = run(*given)
     total = checks.reference_all_reduce(checks.Contributions(list(x)), "mean")
     y = r + checks.reference_dropout(total + b, 0.25, 5)
     torch.testing.assert_close(got[1], y, rtol=0, atol=0)
-    bound = 4 * rows.BOUNDS[dtype]
+    bound = 4 * generated.BOUNDS[dtype]
     for number, (mine, his, other) in enumerate(zip(got, want, eager, strict=True)):
         assert torch.equal(mine, his), (shape, dtype, number, (mine - his).abs().max())
         torch.testing.assert_close(mine, other, rtol=bound, atol=bound)
@@ -304,7 +303,7 @@ def test_bits_of_rows_after_the_collective(world_size: int, dtype: torch.dtype) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", rows.BOUNDS, ids=str)
+@pytest.mark.parametrize("dtype", generated.BOUNDS, ids=str)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 9])
 def test_bits_of_many_shapes(world_size: int, dtype: torch.dtype) -> None:
     harness.pool(world_size).run(many, dtype, True, timeout=300)
@@ -380,7 +379,7 @@ def slices(context: Context) -> None:
             results = run(x[context.rank], own, q, e)
         results_eager = run(x[context.rank], own, q, e)
         whole = generated.done() - before == generated.reductions(schedule.program)
-        ran += whole and "extern" in compiled.generated(schedule.program)
+        ran += whole and "extern" in "".join(compiled.sources(schedule.program))
         for node, got, eager, want in zip(schedule.program.outputs, results, results_eager, full):
             if str(node.layout) == "Shard":
                 want = checks.shard(want, context.world_size, context.rank)
@@ -483,7 +482,7 @@ def random_program(context: Context, case: Case) -> int:
     found = [s for s in program.schedules("collective") if LocalRowReduction() in s.transformations]
     ran = 0
     for schedule in found[:3]:
-        text = compiled.generated(schedule.program)
+        text = "\n".join(compiled.sources(schedule.program))
         before = generated.done()
         program.compare(schedule, program.results(schedule), text, exact=False)
         with generated.compiles(context):

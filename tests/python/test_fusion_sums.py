@@ -119,7 +119,7 @@ def _scheduled(
     size, rank, seed = context.world_size, context.rank, case.seed
     bound = {torch.float64: 1e-10, torch.float32: 1e-4}.get(case.dtype, 8e-2)
     run = fused.scheduled(*schedule.transformations)
-    text = compiled.generated(schedule.program)
+    text = "\n".join(compiled.sources(schedule.program))
     what = f"seed {seed}, {case}\n{schedule}\n{text}"
 
     def call(**more: Any) -> Any:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from fusedpg.fusion import compile as compiling
-from fusedpg.fusion import tune_cache
+from fusedpg.fusion import tune
 from fusedpg.fusion.errors import FusionError
 from fusedpg.fusion.private import content, directory
 
@@ -269,5 +269,5 @@ def test_temporary_files(cache: Path, root: Path, monkeypatch: pytest.MonkeyPatc
 @as_root
 def test_choices_of_the_tuner(root: Path, cache: Path) -> None:
     of_attacker(root)
-    with pytest.raises(FusionError), tune_cache._directory():
+    with pytest.raises(FusionError), tune._directory():
         pass

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,7 +21,6 @@ import fusedpg
 from checks.compiled import compiles
 from fusedpg import tensor_parallel
 from fusedpg.fusion import compile as compiling
-from fusedpg.tensor_parallel import _epilogue
 from fuzz.core import Choices, Pair, Tape, done, draw_tape
 from harness import Context
 
@@ -360,94 +358,3 @@ def _saved(model: Model) -> None:
     model.load_state_dict(state)
     for name, value in model.state_dict().items():
         assert torch.equal(whole_of(value), before[name]), name
-
-
-def threads(context: Context) -> None:
-    """Ranks with other numbers of threads multiply in as many parts all the same."""
-    kept_threads, kept_cores = torch.get_num_threads(), os.sched_getaffinity
-    size = context.world_size
-    whole = nn.Linear(size * 8, 1024)
-    x, r = torch.randn(600, size * 8), torch.randn(600, 1024)
-    for tensor in (x, r, whole.weight.data, whole.bias.data):
-        dist.broadcast(tensor, 0, group=context.oracle)
-    row = fusedpg.RowParallelLinear.from_linear(whole)
-    mine = x.chunk(size, -1)[context.rank]
-    torch.set_num_threads(1 + context.rank)
-    os.sched_getaffinity = lambda pid: set(range(size * 2))  # one to spare on the first alone
-    try:
-        with torch.no_grad(), compiles(context):
-            for _ in range(2):
-                torch.testing.assert_close(row(mine, r), whole(x) + r, rtol=1e-4, atol=1e-4)
-    finally:
-        os.sched_getaffinity = kept_cores
-        torch.set_num_threads(kept_threads)
-
-
-def overlap_falls_back(context: Context) -> None:
-    """A rank without functions is found out by parts that are on their way: all begin again."""
-    size = context.world_size
-    torch.manual_seed(8)
-    whole = nn.Linear(size * 6, 29, dtype=torch.float64)
-    x, r = (torch.randn(37, n, dtype=torch.float64) for n in (size * 6, 29))
-    plans = _epilogue._plans
-    results = []
-    for overlap, here in ((False, False), (True, False), (True, context.rank == size - 1)):
-        _epilogue._plans = {}
-        row = fusedpg.RowParallelLinear.from_linear(whole, dropout=0.4, overlap=overlap)
-        mine, given = x.chunk(size, -1)[context.rank].clone().requires_grad_(), r.clone()
-        given.requires_grad_()
-        with compiles(context), without_compiler(here):
-            for _ in range(2):  # found out, then known
-                y = row(mine, given, seed=7)
-                y.square().sum().backward()
-                grads = mine.grad, given.grad, whole_of(row.weight.grad), whole_of(row.bias.grad)
-                results.append((y.detach(), *(grad.clone() for grad in grads)))
-                mine.grad = given.grad = row.weight.grad = row.bias.grad = None
-        fell_back = [False] * size
-        dist.all_gather_object(fell_back, bool(row._place._eager), group=context.oracle)
-        assert fell_back == [len(results) == 6] * size
-        same_everywhere(context.oracle, y, f"overlap {overlap}")
-    _epilogue._plans = plans
-    for other in results[1:]:
-        for got, want in zip(other, results[0]):
-            torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
-
-
-def under_compile(context: Context) -> None:
-    """Values and gradients of two layers and what is around them, with dropout and a norm."""
-    torch._dynamo.reset()
-    torch.manual_seed(9)
-    size = context.world_size
-    up = fusedpg.ColumnParallelLinear(7, size * 4, activation=F.silu)
-    down = fusedpg.RowParallelLinear(size * 4, 7, dropout=0.3, norm=nn.LayerNorm(7))
-
-    def block(x: torch.Tensor) -> torch.Tensor:
-        normed, y = down(up(torch.tanh(x)), x, seed=3)
-        return (normed * y).sin().sum()
-
-    results = []
-    # First what is compiled: layers that have run before know their group.
-    for function in (torch.compile(block, backend="aot_eager"), block):
-        x = torch.linspace(-1, 1, 35).reshape(5, 7).requires_grad_()
-        loss = function(x)
-        loss.backward()
-        found = [loss.detach(), x.grad, *(whole_of(p.grad) for p in up.parameters())]
-        results.append(found + [whole_of(p.grad).clone() for p in down.parameters()])
-        for parameter in (*up.parameters(), *down.parameters()):
-            parameter.grad = None
-    for got, want in zip(*results):
-        torch.testing.assert_close(got, want)
-
-
-def doubles_under_autocast(context: Context) -> None:
-    """Autocast leaves float64 as it is, here as in nn.Linear."""
-    torch.manual_seed(10)
-    size = context.world_size
-    up, down = nn.Linear(6, size * 3).double(), nn.Linear(size * 3, 5).double()
-    column = fusedpg.ColumnParallelLinear.from_linear(up)
-    row = fusedpg.RowParallelLinear.from_linear(down)
-    x = torch.randn(4, 6, dtype=torch.float64)
-    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
-        got, want = row(column(x)), down(up(x))
-    assert got.dtype == want.dtype == torch.float64
-    torch.testing.assert_close(got, want)

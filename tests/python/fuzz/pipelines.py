@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 
 import fusedpg
-from checks.fusion import Contributions, compiled, reference_all_reduce, shard
-from checks.pipeline import Place, backends, first, last, middle, run_first
-from fusedpg import fusion
+from checks.fusion import FUSED, REFERENCE, Contributions, compiled, shard
+from checks.pipeline import Place, backends
 from fuzz.core import Choices, Pair, Tape, done, draw_tape
 from harness import Context
 
@@ -33,15 +32,6 @@ SENT = [
 TAKEN = ["{r} * w{i}", "torch.tanh({r})", "{r} + all_reduce(x{i})", "{r} - m{i}", "{r}"]
 WHOLE = [SENT[number] for number in (0, 1, 3, 4, 5, 7)]
 PARTS = ["{r} - m{i}"]
-FUSED = {
-    name: getattr(fusion, name)
-    for name in ("all_reduce", "reduce_scatter", "all_gather", "send", "recv")
-}
-PLAIN = {
-    "all_reduce": reference_all_reduce,
-    "reduce_scatter": reference_all_reduce,
-    "all_gather": lambda x: x,
-}
 
 
 @dataclasses.dataclass
@@ -145,7 +135,7 @@ class Stages:
                 }
                 for s in (sender, taker)
             ]
-            scope = {**PLAIN, "torch": torch}
+            scope = {**REFERENCE, "torch": torch}
             r = eval(m.sent.format(i=m.number), scope, values[0])
             scope["r"] = r.to(m.dtype)
             results.append(eval(m.taken.format(r="r", i=m.number), scope, values[1]))
@@ -185,10 +175,21 @@ class Play:
             grad = grad and not two_way
             async_op, all_of_it = chosen.random() < 0.6, chosen.random() < 0.3
             self.call(call, pair, grad, async_op, chosen.choice(["default", "default", "whole"]))
+            if chosen.random() < 0.4:
+                self.sum(chosen.random() < 0.5)
             if all_of_it:
                 self.end()
         self.end()
         self.place.close()
+
+    def sum(self, everyone: bool) -> None:
+        """A collective of the stage, or of all ranks, beside the messages."""
+        place, size = self.place, self.context.world_size if everyone else self.place.size
+        of_all = self.context.oracle if self.backend == "gloo" else None
+        parts = [self.draw(7, 33) for _ in range(size)]
+        total = parts[self.context.rank if everyone else place.rank].clone()
+        dist.all_reduce(total, group=of_all if everyone else place.group)
+        torch.testing.assert_close(total, sum(parts[1:], parts[0]))
 
     def end(self) -> None:
         # In any order, but alike on all ranks.
@@ -302,68 +303,3 @@ class Play:
     @staticmethod
     def weights(like: torch.Tensor) -> torch.Tensor:
         return torch.linspace(-1, 2, like.numel(), dtype=torch.float64).reshape(like.shape)
-
-
-def recovers(context: Context) -> None:
-    """One of several messages differs: both sides raise, and the next call is right."""
-
-    def sending(x: fusion.Partial, y: fusion.Replicate, z: fusion.Replicate):
-        return (
-            fusion.send(fusion.all_reduce(x), tag=0),
-            fusion.send(y * 2, tag=1),
-            fusion.send(z * 3, tag=2),
-        )
-
-    def receiving(a, b, c):
-        return fusion.recv(a, tag=0) + 1, fusion.recv(b, tag=1) + 1, fusion.recv(c, tag=2) + 1
-
-    first, second = fusedpg.fuse(sending), fusedpg.fuse(receiving)
-    for backend in backends(context):
-        place = Place(context, backend, 2, 20)
-        x, y, z = torch.ones(9), torch.ones(4, 5), torch.ones(3)
-        for wrong in (None, 0, 1, 2):
-            for async_op in (False, True):
-                likes = [torch.empty_like(t) for t in (x, y, z)]
-                if wrong is not None:
-                    likes[wrong] = torch.empty(11)
-                try:
-                    if place.stage == 0:
-                        got = first(x, y, z, **place.groups, async_op=async_op)
-                    else:
-                        got = second(*likes, **place.groups, async_op=async_op)
-                    got = got.wait() if async_op else got
-                except dist.DistBackendError as error:
-                    assert wrong is not None and "shape" in str(error), f"{wrong}: {error}"
-                else:
-                    assert wrong is None, wrong
-                    if place.stage:
-                        for result, want in zip(got, (x * place.size + 1, y * 2 + 1, z * 3 + 1)):
-                            assert torch.equal(result, want)
-        if place.stage == 0:
-            first(x, y, z, **place.groups)
-        else:
-            got = second(x, y, z, **place.groups)
-            assert torch.equal(got[2], z * 3 + 1)
-        place.close()
-
-
-def reversed_waits(context: Context) -> None:
-    """Calls that are waited for in another order than they began in have their own messages."""
-    for backend in backends(context):
-        place = Place(context, backend, 3, 20)
-        generator = torch.Generator().manual_seed(4)
-        xs = torch.randn(3, 5, 7, generator=generator)
-        b, w = torch.randn(7, generator=generator), torch.randn(5, 7, generator=generator)
-        calls = []
-        for x in xs:
-            if place.stage == 0:
-                calls.append(first(x, b, x, 3, async_op=True, **place.groups))
-            else:
-                function = last if place.last else middle
-                calls.append(function(torch.empty(5, 7), w, async_op=True, **place.groups))
-        for number in (2, 0, 1):
-            result = calls[number].wait()
-            if place.last:
-                want = torch.sigmoid(run_first([xs[number]], b, xs[number], 3)) * w
-                torch.testing.assert_close(result[1], want)
-        place.close()

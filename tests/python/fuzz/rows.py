@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 
 import fusedpg
-from checks.compiled import compiles
-from checks.rows import counted
+from checks.compiled import compiles, counted
 from fuzz.core import Choices, Pair, Tape, TapeChoices, done, draw_tape
 from harness import Context
 

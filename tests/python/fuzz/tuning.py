@@ -14,10 +14,8 @@ import torch.distributed as dist
 
 import fusedpg
 from checks.compiled import environment
-from checks.fusion import Contributions, compiled, reference_all_reduce, shard
-from checks.tuner import everyone
-from fusedpg import fusion
-from fusedpg.fusion import tune_cache
+from checks.fusion import FUSED, REFERENCE, Contributions, compiled, shard
+from fusedpg.fusion import tune
 from fuzz.core import Choices, Pair, Tape, TapeChoices, done, draw_tape
 from harness import Context, share_compiled
 
@@ -26,18 +24,6 @@ EXAMPLES = 2
 FOLDERS = ["all", "a", "b"]  # caches
 BOUND = {torch.float64: 1e-9, torch.float32: 3e-4, torch.bfloat16: 6e-2}
 SHAPES = [(1,), (7,), (64,), (1001,), (3, 5), (4, 33), (2, 3, 17), (0,), (0, 4), (300, 40)]
-NAMES = {
-    "all_reduce": fusion.all_reduce,
-    "reduce_scatter": fusion.reduce_scatter,
-    "all_gather": fusion.all_gather,
-    "broadcast": fusion.broadcast,
-}
-PLAIN = {
-    "all_reduce": reference_all_reduce,
-    "reduce_scatter": reference_all_reduce,
-    "all_gather": lambda x: x,
-    "broadcast": lambda x, src: x.parts[src] if isinstance(x, Contributions) else x,
-}
 LINES = [
     "torch.tanh({x})",
     "torch.sigmoid({x}) * {y}",
@@ -131,9 +117,9 @@ class Life:
             text,
             chosen.choice([torch.float64, torch.float64, torch.float32, torch.bfloat16]),
             chosen.sample(shapes, 3),
-            compiled(text, PLAIN),
-            fusedpg.fuse(compiled(text, NAMES)),
-            fusedpg.fuse(compiled(text, NAMES), schedule="auto"),
+            compiled(text, REFERENCE),
+            fusedpg.fuse(compiled(text, FUSED)),
+            fusedpg.fuse(compiled(text, FUSED), schedule="auto"),
             {},
         )
 
@@ -322,7 +308,7 @@ class Life:
         dist.barrier(group=self.context.oracle)
         if self.context.rank in who:
             if kind == "forget":
-                tune_cache._memory.clear()
+                tune._memory.clear()
             elif kind == "move":
                 os.environ["FUSEDPG_CACHE_DIR"] = str(self.root / folder)
             else:
@@ -354,7 +340,7 @@ class Life:
                 file.mkdir()
             else:
                 file.write_text("x" * 100_000)
-        tune_cache._memory.clear()
+        tune._memory.clear()
 
     def run(self) -> Iterator[Pair]:
         while self.chosen.left > 0:
@@ -375,6 +361,13 @@ def chosen_bit(number: int) -> bool:
     return number % 3 != 0
 
 
+def everyone(context: Context, value: Any) -> list[Any]:
+    """What each rank passes."""
+    found: list[Any] = [None] * context.world_size
+    dist.all_gather_object(found, value, group=context.oracle)
+    return found
+
+
 def draw(choose: Choices, where: str) -> Tape:
     return draw_tape(choose, 200, 500)
 
@@ -391,7 +384,7 @@ def run(program: Tape, context: Context) -> Iterator[Pair]:
     groups.append(Place(parts[0], context.oracle, groups[0].talk, "gloo"))
     mode = chosen.choice(["eager", "eager", "compiled"])
     torch._dynamo.reset()
-    tune_cache._memory.clear()
+    tune._memory.clear()
     with environment(FUSEDPG_FUSION=mode, FUSEDPG_CACHE_DIR=context.scratch):
         yield from Life(context, chosen, groups).run()
     dist.barrier(group=context.oracle)

@@ -1,4 +1,4 @@
-"""Messages between stages in chunks, on each rank, against the same schedule without chunks."""
+"""Messages between stages in chunks, against the same schedule without chunks."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import contextlib
 import functools
 import tempfile
 import time
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
 import fusedpg
+import harness
 from checks.compiled import compiles, environment, forget
-from checks.pipeline import Place, backends, drawer, first, last, run_first
+from checks.pipeline import DEADLINE, Place, backends, drawer, first, last, raises, run_first
 from fusedpg import fusion
 from fusedpg.fusion import (
     AsShard,
@@ -31,9 +32,8 @@ from fusedpg.fusion import (
     send,
 )
 from fusedpg.fusion.errors import IllegalTransformation
-from harness import Context
+from harness import Context, on_ranks
 
-DEADLINE = 20.0
 SHAPE = (7, 3, 11)  # rows that no number of chunks divides, columns that no line holds
 Schedule = tuple[fusion.Transformation, ...]
 SLICES: Schedule = (FuseSend(), AsShard(), FuseCollective())
@@ -136,7 +136,9 @@ def _values(context: Context, backend: str, dtype: torch.dtype, compiled: bool) 
     place.close()
 
 
-def without_a_compiler(context: Context) -> None:
+@pytest.mark.fused_only
+@on_ranks(4)
+def test_without_a_compiler_on_one_rank(context: Context) -> None:
     """On one rank of the stage that sends: all of it computes operation by operation."""
     with tempfile.TemporaryDirectory() as empty, compiles(context):
         forget()
@@ -159,18 +161,6 @@ def _fails(sending: messages.Sending, part: torch.Tensor) -> None:
     if sending.sent == 1:
         raise RuntimeError("no second part")
     _SEND(sending, part)
-
-
-def _raises(call: Callable[[], object], kind: type[Exception], text: str, what: str) -> None:
-    begun = time.monotonic()
-    try:
-        call()
-    except kind as error:
-        assert text in str(error), f"{what}: {error}"
-    else:
-        raise AssertionError(f"{what} raised nothing")
-    took = time.monotonic() - begun
-    assert took < DEADLINE / 4, f"{what} raised after {took:.1f} s"
 
 
 def mistakes(context: Context, in_flight: int) -> None:
@@ -211,19 +201,21 @@ def _mistakes(context: Context, backend: str) -> None:
         ("refused there", ([sent(3)], [received(99)]), (differ, IllegalTransformation), "99"),
     ):
         what = f"{name}, {backend}, stage {place.stage}"
-        _raises(lambda w=ways: run(*w[place.stage]), kinds[place.stage], text, what)
+        raises(lambda w=ways: run(*w[place.stage]), what, kinds[place.stage], text)
         right(f"after {what}")
 
     what = f"no second part, {backend}, stage {place.stage}"
     with mock.patch.object(messages.Sending, "send", _fails):  # on all ranks of a stage
         kind = RuntimeError if place.stage == 0 else differ
         overlap = sent(3) if place.stage == 0 else received(3)
-        _raises(lambda: run(overlap), kind, "no second part", what)
+        raises(lambda: run(overlap), what, kind, "no second part")
     right(f"after {what}")
     place.close()
 
 
-def one_rank_fails(context: Context) -> None:
+@pytest.mark.fused_only
+@on_ranks(4)
+def test_one_rank_fails(context: Context) -> None:
     """A rank raises between two chunks: its stage and the other one hear; no number is wrong.
 
     Without generated code all operations of its own stage are over then, and that hears nothing.
@@ -248,7 +240,7 @@ def _one_rank_fails(context: Context, heard: bool) -> None:
         with mock.patch.object(messages.Sending, "send", _fails if mine else _SEND):
             if mine or heard or place.stage == 1:
                 kind = RuntimeError if mine else dist.DistBackendError
-                _raises(run, kind, "no second part", what)
+                raises(run, what, kind, "no second part")
             else:
                 run()
         got = run()
@@ -261,7 +253,9 @@ def summed(x: fusion.Shard(2), w: fusion.Shard(0)):
     return all_reduce(x @ w)
 
 
-def ranks_differ(context: Context) -> None:
+@pytest.mark.fused_only
+@on_ranks(4)
+def test_ranks_differ(context: Context) -> None:
     """Ranks of a stage have other numbers of chunks: a rank that raises begins no later chunk,
     which another rank's next call would take for one of its own.
     """
@@ -282,7 +276,7 @@ def ranks_differ(context: Context) -> None:
             what = f"{run.__name__}, {mine} chunks on rank {context.rank}"
             call = functools.partial(run, mine)
             if place.stage in raising:
-                _raises(call, dist.DistBackendError, "ranks disagree", what)
+                raises(call, what, dist.DistBackendError, "ranks disagree")
             else:
                 call()
             got = run(3)
@@ -290,7 +284,8 @@ def ranks_differ(context: Context) -> None:
     place.close()
 
 
-def gradients(context: Context) -> None:
+@on_ranks(4)
+def test_gradients(context: Context) -> None:
     """Of a forward in chunks, waited for at once or later."""
     for backend in backends(context):
         place = Place(context, backend)
@@ -329,7 +324,8 @@ def _swaps(other: int) -> Any:
     return fusedpg.fuse(swaps)
 
 
-def both_ways(context: Context) -> None:
+@on_ranks(4)
+def test_both_ways(context: Context) -> None:
     """What is sent does not wait for chunks that are received."""
     for backend in backends(context):
         place = Place(context, backend, seconds=DEADLINE)
@@ -339,3 +335,21 @@ def both_ways(context: Context) -> None:
         assert torch.equal(got, torch.full(SHAPE, 2.0 * place.size))
         assert time.monotonic() - begun < DEADLINE / 4
         place.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("world_size", [2, 4, 6, harness.slow(8)])
+def test_values(world_size: int, dtype: torch.dtype) -> None:
+    harness.pool(world_size).run(values, dtype)
+
+
+@pytest.mark.parametrize("in_flight", [2, harness.slow(1 << 10)])
+def test_mistakes(in_flight: int) -> None:
+    harness.pool(4).run(mistakes, in_flight)
+
+
+@pytest.mark.fused_only
+def test_between_hosts() -> None:
+    workers = harness.pool_of_hosts("two of two")
+    workers.run(values, torch.float32)
+    workers.run(mistakes, 2)
