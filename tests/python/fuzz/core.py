@@ -65,6 +65,7 @@ SUBJECTS = {
     "norms": "checks.normed",
     "shortcuts": "checks.shortcuts",
     "plans": "fuzz.plans",
+    "horovod": "test_hvd_calls",
     "gpu": "checks.cuda_ranks",
     "chaos": "fuzz.chaos",
 }
