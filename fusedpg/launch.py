@@ -34,27 +34,6 @@ class LaunchEnvironment:
     launcher: str  # "torchrun" (or anything that sets RANK), "openmpi", "hydra", "slurm"
 
 
-@dataclass(frozen=True)
-class _Place:
-    """What a launcher says, before the meeting point is known."""
-
-    launcher: str
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    job_id: str
-    first_host: str | None = None
-
-    def __post_init__(self) -> None:
-        ok = 0 <= self.rank < self.world_size and 0 <= self.local_rank < self.local_world_size
-        if not ok or self.local_world_size > self.world_size:
-            raise RuntimeError(
-                f"{self.launcher}: impossible place in the job: rank {self.rank} of "
-                f"{self.world_size}, local rank {self.local_rank} of {self.local_world_size}"
-            )
-
-
 def init_from_environment(
     environ: MutableMapping[str, str] | None = None,
 ) -> LaunchEnvironment | None:
@@ -74,18 +53,9 @@ def init_from_environment(
     env = os.environ if environ is None else environ
     if "RANK" in env:
         return _from_torchrun(env)
-    place = _detect(env)
-    if place is None:
+    result = _detect(env)
+    if result is None:
         return None
-    result = LaunchEnvironment(
-        rank=place.rank,
-        world_size=place.world_size,
-        local_rank=place.local_rank,
-        local_world_size=place.local_world_size,
-        master_addr=env.get("MASTER_ADDR") or _default_addr(place),
-        master_port=int(env.get("MASTER_PORT") or _default_port(place.job_id)),
-        launcher=place.launcher,
-    )
     env.update(
         RANK=str(result.rank),
         WORLD_SIZE=str(result.world_size),
@@ -111,7 +81,7 @@ def _from_torchrun(env: Mapping[str, str]) -> LaunchEnvironment:
     )
 
 
-def _detect(env: Mapping[str, str]) -> _Place | None:
+def _detect(env: Mapping[str, str]) -> LaunchEnvironment | None:
     if "OMPI_COMM_WORLD_RANK" in env:
         return _from_openmpi(env)
     # Inside an allocation Hydra starts its proxies with srun, whose SLURM_PROCID counts proxies;
@@ -123,38 +93,27 @@ def _detect(env: Mapping[str, str]) -> _Place | None:
     return None
 
 
-def _from_openmpi(env: Mapping[str, str]) -> _Place:
-    def value(name: str) -> int:
-        return _require(env, f"OMPI_COMM_WORLD_{name}", "Open MPI")
-
-    return _Place(
-        "openmpi",
-        value("RANK"),
-        value("SIZE"),
-        value("LOCAL_RANK"),
-        value("LOCAL_SIZE"),
-        job_id=env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or _batch_id(env),
-    )
+def _from_openmpi(env: Mapping[str, str]) -> LaunchEnvironment:
+    names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    numbers = [_require(env, f"OMPI_COMM_WORLD_{name}", "Open MPI") for name in names]
+    job_id = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or _batch_id(env)
+    return _placed(env, "openmpi", *numbers, job_id=job_id)
 
 
-def _from_hydra(env: Mapping[str, str]) -> _Place:
-    return _Place(
-        "hydra",
-        _require(env, "PMI_RANK", "MPICH"),
-        _require(env, "PMI_SIZE", "MPICH"),
-        _require(env, "MPI_LOCALRANKID", "MPICH"),
-        _require(env, "MPI_LOCALNRANKS", "MPICH"),
-        job_id=_batch_id(env),
-    )
+def _from_hydra(env: Mapping[str, str]) -> LaunchEnvironment:
+    names = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+    numbers = [_require(env, name, "MPICH") for name in names]
+    return _placed(env, "hydra", *numbers, job_id=_batch_id(env))
 
 
-def _from_slurm(env: Mapping[str, str]) -> _Place:
+def _from_slurm(env: Mapping[str, str]) -> LaunchEnvironment:
     # The step's own values come first: `srun -n 2` inside a job of 8 tasks is a world of 2.
     world_size = _require(env, _first_set(env, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), "Slurm")
     nodes_name = _first_set(
         env, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST", required=False
     )
-    return _Place(
+    return _placed(
+        env,
         "slurm",
         _require(env, "SLURM_PROCID", "Slurm"),
         world_size,
@@ -162,6 +121,39 @@ def _from_slurm(env: Mapping[str, str]) -> _Place:
         _slurm_local_size(env, world_size),
         job_id=f"{_batch_id(env)}.{env.get('SLURM_STEP_ID', '0')}",
         first_host=_first_slurm_host(env[nodes_name]) if nodes_name in env else None,
+    )
+
+
+def _placed(
+    env: Mapping[str, str],
+    launcher: str,
+    rank: int,
+    world_size: int,
+    local_rank: int,
+    local_world_size: int,
+    *,
+    job_id: str,
+    first_host: str | None = None,
+) -> LaunchEnvironment:
+    """What a launcher says, with the meeting point that it leaves out."""
+    ok = 0 <= rank < world_size and 0 <= local_rank < local_world_size <= world_size
+    if not ok:
+        raise RuntimeError(
+            f"{launcher}: impossible place in the job: rank {rank} of {world_size}, local rank "
+            f"{local_rank} of {local_world_size}"
+        )
+    on_one_machine = local_world_size == world_size
+    master_addr = env.get("MASTER_ADDR") or ("127.0.0.1" if on_one_machine else first_host)
+    if not master_addr:
+        raise RuntimeError(
+            f"{launcher}: the job spans machines ({local_world_size} of {world_size} ranks are "
+            "here) and MASTER_ADDR is not set; name rank 0's machine, as "
+            "`mpirun -x MASTER_ADDR=<host>` (MPICH: `-genv MASTER_ADDR <host>`)"
+        )
+    # The same on every rank.
+    port = env.get("MASTER_PORT") or _FIRST_PORT + zlib.crc32(job_id.encode()) % _NUM_PORTS
+    return LaunchEnvironment(
+        rank, world_size, local_rank, local_world_size, master_addr, int(port), launcher
     )
 
 
@@ -178,22 +170,6 @@ def _slurm_local_size(env: Mapping[str, str], world_size: int) -> int:
     if env.get(num_nodes, "1") == "1":
         return world_size
     return _require(env, "SLURM_NTASKS_PER_NODE", "Slurm")
-
-
-def _default_addr(place: _Place) -> str:
-    if place.local_world_size == place.world_size:
-        return "127.0.0.1"
-    if place.first_host is not None:
-        return place.first_host
-    raise RuntimeError(
-        f"{place.launcher}: the job spans machines ({place.local_world_size} of "
-        f"{place.world_size} ranks are here) and MASTER_ADDR is not set; name rank 0's machine, "
-        "as `mpirun -x MASTER_ADDR=<host>` (MPICH: `-genv MASTER_ADDR <host>`)"
-    )
-
-
-def _default_port(job_id: str) -> int:
-    return _FIRST_PORT + zlib.crc32(job_id.encode()) % _NUM_PORTS
 
 
 def _batch_id(env: Mapping[str, str]) -> str:

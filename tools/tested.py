@@ -110,8 +110,12 @@ def tests_of(path: Path) -> list[ast.FunctionDef]:
 
 
 def reached(path: Path) -> list[ast.stmt]:
-    """The tests of a file, and what they use of this file and of others."""
+    """The tests of a file, and what they use of this file and of others.
+
+    `fuzz.core` calls `draw` and `run` of a file that is a subject.
+    """
     todo: list[Definition] = [(path, test.name) for test in tests_of(path)]
+    todo += [(path, name) for name in ("draw", "run")]
     seen = set(todo)
     nodes = []
     while todo:

@@ -1,4 +1,8 @@
-"""The kernels of compression: the extension's where they serve, else torch's operations."""
+"""The kernels of compression: the extension's where they serve, else torch's operations.
+
+The extension's functions also take units of gradients, with the sizes of their parameters as
+``numels``: csrc/c10d/compress.cpp has the rule, and their arguments by name.
+"""
 
 from __future__ import annotations
 

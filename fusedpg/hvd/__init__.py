@@ -27,12 +27,13 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from fusedpg.hvd import _api
 
+    public = {key: value for key, value in vars(_api).items() if not key.startswith("_")}
     if name == "__all__":
-        return sorted([*_api.__all__, "install", "run"])
-    try:
-        value = getattr(_api, name)
-    except AttributeError:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+        return sorted([*public, "install", "run"])
+    # That import has put its modules here.
+    value = public.get(name, globals().get(name))
+    if value is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value
     return value
 

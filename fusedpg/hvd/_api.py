@@ -1,150 +1,74 @@
-"""The names of `fusedpg.hvd` that need torch: the first of them that a program uses loads all."""
-# ruff: noqa: F401
+"""The names of `fusedpg.hvd` that need torch: the first of them that a program uses loads all.
 
-from fusedpg.hvd import compression, elastic, exceptions, functions, optimizer, sync_batch_norm
-from fusedpg.hvd._basics import (
-    ProcessSet,
-    add_process_set,
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    global_process_set,
-    gloo_built,
-    gloo_enabled,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    poll,
-    rank,
-    remove_process_set,
-    rocm_built,
-    shutdown,
-    size,
-    start_timeline,
-    stop_timeline,
-    synchronize,
-)
-from fusedpg.hvd._operations import (
-    Adasum,
-    Average,
-    Max,
-    Min,
-    Product,
-    Sum,
-    allgather,
-    allgather_async,
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    alltoall,
-    alltoall_async,
-    barrier,
-    broadcast,
-    broadcast_,
-    broadcast_async,
-    broadcast_async_,
-    grouped_allgather,
-    grouped_allgather_async,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-    join,
-    reducescatter,
-    reducescatter_async,
-    sparse_allreduce_async,
-)
-from fusedpg.hvd.compression import Compression
-from fusedpg.hvd.exceptions import HorovodInternalError, HostsUpdatedInterrupt
-from fusedpg.hvd.functions import (
-    allgather_object,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
-from fusedpg.hvd.optimizer import DistributedOptimizer
-from fusedpg.hvd.sync_batch_norm import SyncBatchNorm
+Type checkers take each as public because of its `as`.
+"""
 
-# Written out, as type checkers read no other list.
-__all__ = [
-    "Adasum",
-    "Average",
-    "Compression",
-    "DistributedOptimizer",
-    "HorovodInternalError",
-    "HostsUpdatedInterrupt",
-    "Max",
-    "Min",
-    "ProcessSet",
-    "Product",
-    "Sum",
-    "SyncBatchNorm",
-    "add_process_set",
-    "allgather",
-    "allgather_async",
-    "allgather_object",
-    "allreduce",
-    "allreduce_",
-    "allreduce_async",
-    "allreduce_async_",
-    "alltoall",
-    "alltoall_async",
-    "barrier",
-    "broadcast",
-    "broadcast_",
-    "broadcast_async",
-    "broadcast_async_",
-    "broadcast_object",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
-    "elastic",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
-    "grouped_allgather",
-    "grouped_allgather_async",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "grouped_allreduce_async",
-    "grouped_allreduce_async_",
-    "grouped_reducescatter",
-    "grouped_reducescatter_async",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
-    "join",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "poll",
-    "rank",
-    "reducescatter",
-    "reducescatter_async",
-    "remove_process_set",
-    "rocm_built",
-    "shutdown",
-    "size",
-    "sparse_allreduce_async",
-    "start_timeline",
-    "stop_timeline",
-    "synchronize",
-]
+from fusedpg.hvd import elastic as elastic
+from fusedpg.hvd._basics import ProcessSet as ProcessSet
+from fusedpg.hvd._basics import add_process_set as add_process_set
+from fusedpg.hvd._basics import ccl_built as ccl_built
+from fusedpg.hvd._basics import cross_rank as cross_rank
+from fusedpg.hvd._basics import cross_size as cross_size
+from fusedpg.hvd._basics import cuda_built as cuda_built
+from fusedpg.hvd._basics import ddl_built as ddl_built
+from fusedpg.hvd._basics import global_process_set as global_process_set
+from fusedpg.hvd._basics import gloo_built as gloo_built
+from fusedpg.hvd._basics import gloo_enabled as gloo_enabled
+from fusedpg.hvd._basics import init as init
+from fusedpg.hvd._basics import is_homogeneous as is_homogeneous
+from fusedpg.hvd._basics import is_initialized as is_initialized
+from fusedpg.hvd._basics import local_rank as local_rank
+from fusedpg.hvd._basics import local_size as local_size
+from fusedpg.hvd._basics import mpi_built as mpi_built
+from fusedpg.hvd._basics import mpi_enabled as mpi_enabled
+from fusedpg.hvd._basics import mpi_threads_supported as mpi_threads_supported
+from fusedpg.hvd._basics import nccl_built as nccl_built
+from fusedpg.hvd._basics import poll as poll
+from fusedpg.hvd._basics import rank as rank
+from fusedpg.hvd._basics import remove_process_set as remove_process_set
+from fusedpg.hvd._basics import rocm_built as rocm_built
+from fusedpg.hvd._basics import shutdown as shutdown
+from fusedpg.hvd._basics import size as size
+from fusedpg.hvd._basics import start_timeline as start_timeline
+from fusedpg.hvd._basics import stop_timeline as stop_timeline
+from fusedpg.hvd._basics import synchronize as synchronize
+from fusedpg.hvd._operations import Adasum as Adasum
+from fusedpg.hvd._operations import Average as Average
+from fusedpg.hvd._operations import Max as Max
+from fusedpg.hvd._operations import Min as Min
+from fusedpg.hvd._operations import Product as Product
+from fusedpg.hvd._operations import Sum as Sum
+from fusedpg.hvd._operations import allgather as allgather
+from fusedpg.hvd._operations import allgather_async as allgather_async
+from fusedpg.hvd._operations import allreduce as allreduce
+from fusedpg.hvd._operations import allreduce_ as allreduce_
+from fusedpg.hvd._operations import allreduce_async as allreduce_async
+from fusedpg.hvd._operations import allreduce_async_ as allreduce_async_
+from fusedpg.hvd._operations import alltoall as alltoall
+from fusedpg.hvd._operations import alltoall_async as alltoall_async
+from fusedpg.hvd._operations import barrier as barrier
+from fusedpg.hvd._operations import broadcast as broadcast
+from fusedpg.hvd._operations import broadcast_ as broadcast_
+from fusedpg.hvd._operations import broadcast_async as broadcast_async
+from fusedpg.hvd._operations import broadcast_async_ as broadcast_async_
+from fusedpg.hvd._operations import grouped_allgather as grouped_allgather
+from fusedpg.hvd._operations import grouped_allgather_async as grouped_allgather_async
+from fusedpg.hvd._operations import grouped_allreduce as grouped_allreduce
+from fusedpg.hvd._operations import grouped_allreduce_ as grouped_allreduce_
+from fusedpg.hvd._operations import grouped_allreduce_async as grouped_allreduce_async
+from fusedpg.hvd._operations import grouped_allreduce_async_ as grouped_allreduce_async_
+from fusedpg.hvd._operations import grouped_reducescatter as grouped_reducescatter
+from fusedpg.hvd._operations import grouped_reducescatter_async as grouped_reducescatter_async
+from fusedpg.hvd._operations import join as join
+from fusedpg.hvd._operations import reducescatter as reducescatter
+from fusedpg.hvd._operations import reducescatter_async as reducescatter_async
+from fusedpg.hvd._operations import sparse_allreduce_async as sparse_allreduce_async
+from fusedpg.hvd.compression import Compression as Compression
+from fusedpg.hvd.exceptions import HorovodInternalError as HorovodInternalError
+from fusedpg.hvd.exceptions import HostsUpdatedInterrupt as HostsUpdatedInterrupt
+from fusedpg.hvd.functions import allgather_object as allgather_object
+from fusedpg.hvd.functions import broadcast_object as broadcast_object
+from fusedpg.hvd.functions import broadcast_optimizer_state as broadcast_optimizer_state
+from fusedpg.hvd.functions import broadcast_parameters as broadcast_parameters
+from fusedpg.hvd.optimizer import DistributedOptimizer as DistributedOptimizer
+from fusedpg.hvd.sync_batch_norm import SyncBatchNorm as SyncBatchNorm

@@ -18,8 +18,8 @@ from fusedpg.plan.model import (
     Recomputed,
     StageOps,
     StagePrice,
+    Step,
     Tables,
-    one_collective,
 )
 
 __all__ = ["AcesoModel"]
@@ -55,7 +55,7 @@ class AcesoModel(CostModel):
     def reshard(
         self, source: Layout, target: Layout, size: float, nodes: int
     ) -> tuple[float, float]:
-        step = one_collective(source, target)
+        step = _one_collective(source, target)
         if step is None:
             raise MissingRow(f"Aceso's program has no price for {source} to {target}")
         forward, backward, devices = step
@@ -143,3 +143,22 @@ class AcesoModel(CostModel):
         if schedule != "1f1b":
             raise PlanError("Aceso's model prices the schedule 1f1b only")
         return stages_behind + 1
+
+
+def _one_collective(source: Layout, target: Layout) -> Step | None:
+    """The collective that turns one layout into another; None if no single one does."""
+    grows = [one < other for one, other in zip(source.dims, target.dims)]
+    if source.replicas > target.replicas:
+        whole = source.replicas % target.replicas == 0
+        return (
+            (None, "all_gather", source.replicas // target.replicas)
+            if any(grows) and whole
+            else None
+        )
+    for one, other in zip(source.dims, target.dims):
+        if one > other and one % other == 0:
+            if source.replicas < target.replicas:
+                return "all_gather", None, one // other
+            if any(grows):
+                return "all_to_all", "all_to_all", one // other
+    return None

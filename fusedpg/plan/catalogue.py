@@ -24,12 +24,10 @@ class Layout(NamedTuple):
 
     Args:
         replicas: devices that hold the same part.
-        partial: devices whose values must be added.
         dims: the parts that each dimension is split into.
     """
 
     replicas: int
-    partial: int
     dims: tuple[int, int, int]
 
 
@@ -45,10 +43,10 @@ def layout(kind: str | None, tp: int, dp: int) -> Layout | None:
     if kind is None:
         return None
     return {
-        "replicated": Layout(tp, 1, (1, dp, 1)),
-        "hidden": Layout(1, 1, (1, dp, tp)),
-        "heads": Layout(1, 1, (dp, tp, 1)),
-        "samples_first": Layout(tp, 1, (dp, 1, 1)),
+        "replicated": Layout(tp, (1, dp, 1)),
+        "hidden": Layout(1, (1, dp, tp)),
+        "heads": Layout(1, (dp, tp, 1)),
+        "samples_first": Layout(tp, (dp, 1, 1)),
     }[kind]
 
 

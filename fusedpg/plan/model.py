@@ -269,37 +269,8 @@ class Tables:
 Step = tuple[str | None, str | None, int]
 
 
-def one_collective(source: Layout, target: Layout) -> Step | None:
-    """The collective that turns one layout into another; None if no single one does."""
-    grows = [one < other for one, other in zip(source.dims, target.dims)]
-    if source.replicas > target.replicas:
-        whole = source.replicas % target.replicas == 0
-        return (
-            (None, "all_gather", source.replicas // target.replicas)
-            if any(grows) and whole
-            else None
-        )
-    if source.partial > target.partial:
-        devices = source.partial // target.partial
-        if source.replicas < target.replicas:
-            return "all_reduce", None, devices
-        return ("reduce_scatter", "all_gather", devices) if any(grows) else None
-    for one, other in zip(source.dims, target.dims):
-        if one > other and one % other == 0:
-            if source.replicas < target.replicas:
-                return "all_gather", None, one // other
-            if any(grows):
-                return "all_to_all", "all_to_all", one // other
-    return None
-
-
 def resharding_steps(source: Layout, target: Layout) -> list[Step]:
     """Collectives that turn one layout into another, whatever their degrees."""
-    if (source.partial, target.partial) != (1, 1):
-        step = one_collective(source, target)
-        if step is None:
-            raise PlanError(f"no collective turns {source} into {target}")
-        return [step]
     gathers, splits = [], []
     for one, other in zip(source.dims, target.dims):
         common = one if other % one == 0 else other if one % other == 0 else 1

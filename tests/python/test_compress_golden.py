@@ -12,7 +12,9 @@ PowerSGD, which multiplies matrices.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import itertools
 import json
 import math
 import sys
@@ -109,44 +111,74 @@ class Rank:
     def saved(self) -> list[torch.Tensor]:
         kept = self._kept
         found = [kept.get(name, p) for name in kept.names() for p in self._parameters]
-        return [tensor for tensor in found if tensor is not None]
+        return [tensor.clone() for tensor in found if tensor is not None]
+
+    def owes(self) -> bool:
+        """Whether anything of a step is left to the next one."""
+        every = itertools.chain.from_iterable(self._kept._flats.values())
+        return any(kept.pending is not None for kept in every)
 
 
-def steps(
-    compressor: Compressor,
-    make_memory: Callable[[], memories.Memory],
-    sizes: Sequence[int],
-    dtype: torch.dtype,
-    count: int,
-    bad: bool,
-    pending: bool,
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Everything that is sent in some steps of training, and all results and what is kept."""
-    total = sum(sizes)
-    runs = Runs(Run(f"p{n}", 3 * n, 0, size, torch.Size([size])) for n, size in enumerate(sizes))
-    keepers = [make_memory() for _ in range(RANKS)]
-    ranks = [Rank(sizes, dtype) for _ in range(RANKS)]
-    sent, results = [], []
-    for step in range(count):
-        payloads = []
-        for number, (keeper, rank) in enumerate(zip(keepers, ranks)):
-            piece = Piece(
-                "0", total, runs, number, RANKS, 17 + step, dtype, torch.device("cpu"),
-                rank.state, kept=rank.unsettled if pending else None,
-            )  # fmt: skip
-            grad: Any = gradient(total, dtype, 10 * step + number, bad and (step, number) == (0, 1))
-            if pending:
-                each = list(grad.split(list(sizes)))
-                grad = Parts(each, each)
-            payload, at = keeper.encode(compressor, grad, piece)
-            sent += [tensor.clone() for tensor in payload]
-            payloads.append([tensor.clone() for tensor in payload])
-        out = torch.full((total,), 7.0, dtype=dtype)
-        compressor.combine(out, payloads, keepers[0].scale, at)
-        results.append(out)
-    for rank in ranks:
-        results += rank.saved()
-    return sent, results
+def runs_of(sizes: Sequence[int]) -> Runs:
+    """Those of whole parameters of these sizes."""
+    return Runs(Run(f"p{n}", 3 * n, 0, size, torch.Size([size])) for n, size in enumerate(sizes))
+
+
+@dataclasses.dataclass
+class Steps:
+    """Some steps of training with these parameters.
+
+    Attributes:
+        bad: rank 1 has an infinity and a NaN in the first step.
+        pending: what can be left of a step is left to the next one.
+        in_parts: gradients and results are not in one tensor.
+        looks: what is kept is read after each step.
+    """
+
+    sizes: Sequence[int]
+    dtype: torch.dtype = torch.float32
+    count: int = 3
+    bad: bool = False
+    pending: bool = False
+    in_parts: bool = False
+    looks: bool = False
+
+    def run(
+        self, compressor: Compressor, make_memory: Callable[[], memories.Memory]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor], bool]:
+        """All that is sent, all results and what is kept, and whether the last step owes any."""
+        sizes, dtype, total = self.sizes, self.dtype, sum(self.sizes)
+        runs = Runs(
+            Run(f"p{n}", 3 * n, 0, size, torch.Size([size])) for n, size in enumerate(sizes)
+        )
+        keepers = [make_memory() for _ in range(RANKS)]
+        ranks = [Rank(sizes, dtype) for _ in range(RANKS)]
+        sent, results = [], []
+        for step in range(self.count):
+            payloads = []
+            for number, (keeper, rank) in enumerate(zip(keepers, ranks)):
+                piece = Piece(
+                    "0", total, runs, number, RANKS, 17 + step, dtype, torch.device("cpu"),
+                    rank.state, kept=rank.unsettled if self.pending else None,
+                )  # fmt: skip
+                bad = self.bad and (step, number) == (0, 1)
+                grad = gradient(total, dtype, 10 * step + number, bad)
+                payload, at = keeper.encode(compressor, self._given(grad), piece)
+                sent += [tensor.clone() for tensor in payload]
+                payloads.append([tensor.clone() for tensor in payload])
+                if self.looks:
+                    results += rank.saved()
+            out = torch.full((total,), 7.0, dtype=dtype)
+            compressor.combine(self._given(out), payloads, keepers[0].scale, at)
+            results.append(out)
+        owes = any(rank.owes() for rank in ranks)
+        for rank in ranks:
+            results += rank.saved()
+        return sent, results, owes
+
+    def _given(self, whole: torch.Tensor) -> Any:
+        each = list(whole.split(list(self.sizes)))
+        return Parts(each, each) if self.in_parts else whole
 
 
 def single(name: str, kind: str) -> Iterator[tuple[str, str]]:
@@ -189,15 +221,15 @@ def trained(name: str, kind: str) -> Iterator[tuple[str, str]]:
         for bad in (False, True)[: 1 + exact]:
             count = 3 if exact else 1
             for numel in SIZES:
-                found = steps(COMPRESSORS[name](), make, [numel], dtype, count, bad, False)
+                found = Steps([numel], dtype, count, bad).run(COMPRESSORS[name](), make)
                 for what, tensors in zip(("sent", "results"), found):
                     yield f"{memory} {numel} {what}", digest(tensors)
             for pending in (False, True):
-                found = steps(
+                unit = Steps(SIZES, dtype, count, bad, pending, in_parts=pending)
+                found = unit.run(
                     EachParameter(COMPRESSORS[name]()),
                     lambda: EachParametersMemory(make()),  # noqa: B023
-                    SIZES, dtype, count, bad, pending,
-                )  # fmt: skip
+                )
                 for what, tensors in zip(("sent", "results"), found):
                     yield f"{memory} unit {what}", digest(tensors)
 

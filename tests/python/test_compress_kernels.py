@@ -1,4 +1,4 @@
-"""The kernels of compression, against numpy in fp64."""
+"""The kernels of compression: `fuzz.compress_kernels` has what they are to give, in numpy."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from fusedpg._registration import load_extension
 from fusedpg.compress import _kernels, _reference, compressors
 from fusedpg.compress._piece import Piece, Runs
 from fuzz import core
+from fuzz.compress_kernels import largest, philox
 
 C = load_extension().compress
 
@@ -26,7 +27,6 @@ FLOATS = st.one_of(
         [0.0, -0.0, 1.0, -1.0, 0.5, 1e-40, -1e-42, 3e38, math.inf, -math.inf, math.nan]
     ),
 )
-FINITE = st.floats(-1e3, 1e3, width=32)
 # After their own arguments these have one more before beta and gamma.
 DRAWS = ("natural", "qsgd", "terngrad", "threshold")
 KINDS = ("normal", "ties", "sparse", "equal", "periodic", "wide", "ascending")
@@ -46,31 +46,6 @@ def values(kind: str, numel: int, seed: int) -> torch.Tensor:
     if kind == "wide":
         return v * torch.exp(8 * torch.randn(numel, generator=generator))
     return torch.arange(numel).float() if kind == "ascending" else v
-
-
-def philox(seed: int, first: int, count: int) -> np.ndarray[Any, Any]:
-    """Philox4x32-10 as in Salmon et al. 2011, figure 2: one 32-bit word an element."""
-    found = []
-    for element in range(first, first + count):
-        counter = element // 4
-        c = [counter & 0xFFFFFFFF, counter >> 32, 0, 0]
-        k = [seed & 0xFFFFFFFF, seed >> 32]
-        for _ in range(10):
-            p0, p1 = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
-            c = [
-                (p1 >> 32) ^ c[1] ^ k[0], p1 & 0xFFFFFFFF,
-                (p0 >> 32) ^ c[3] ^ k[1], p0 & 0xFFFFFFFF,
-            ]  # fmt: skip
-            k = [(k[0] + 0x9E3779B9) & 0xFFFFFFFF, (k[1] + 0xBB67AE85) & 0xFFFFFFFF]
-        found.append(c[element % 4])
-    return np.array(found, dtype=np.uint64)
-
-
-def largest(v: np.ndarray[Any, Any], k: int) -> np.ndarray[Any, Any]:
-    size = np.where(np.isnan(v), np.inf, np.abs(v.astype(np.float64)))
-    nan_first = ~np.isnan(v)
-    order = np.lexsort((np.arange(len(v)), -size, nan_first))
-    return np.sort(order[:k])
 
 
 def same(a: Any, b: Any) -> None:
@@ -133,39 +108,6 @@ def test_threshold(grad: np.ndarray[Any, Any], threshold: float, least: int) -> 
     assert not velocity[indices.long()].any()
 
 
-@hypothesis.given(
-    arrays.arrays(np.float32, st.integers(1, 3000), elements=FINITE), st.booleans(), st.booleans()
-)
-@hypothesis.settings(max_examples=60, deadline=None)
-def test_signs_and_their_residuals(grad: np.ndarray[Any, Any], scaled: bool, means: bool) -> None:
-    kept = np.sin(np.arange(len(grad))).astype(np.float32)
-    v = (kept + grad).astype(np.float32)
-    residual = torch.from_numpy(kept.copy())
-    high = v >= 0
-    if means:
-        packed, two = C.onebit(torch.from_numpy(grad), residual)
-        wide = v.astype(np.float64)
-        for got, which in zip(two.tolist(), (~high, high)):
-            want = wide[which].mean() if which.any() else 0.0
-            assert got == pytest.approx(want, rel=1e-6, abs=1e-30)
-        low_value, high_value = two.tolist()
-    else:
-        packed, scale = C.signs(torch.from_numpy(grad), residual, scaled)
-        want = np.abs(v.astype(np.float64)).mean() if scaled else 1.0
-        assert float(scale) == pytest.approx(want, rel=1e-6)
-        low_value, high_value = -float(scale), float(scale)
-    same(np.unpackbits(packed.numpy(), bitorder="little")[: len(v)].astype(bool), high)
-    assert packed.numel() == -(-len(v) // 8)
-    out = torch.full((len(v),), 3.0)
-    C.unpack_signs_(out, [packed], [torch.tensor([low_value, high_value])], True)
-    sent = np.where(high, np.float32(high_value), np.float32(low_value))
-    same(out, sent)
-    same(residual, v - sent)
-    values_ = [torch.tensor(pair) for pair in ([low_value, high_value], [1.0, 2.0])]
-    C.unpack_signs_(out, [packed] * 2, values_, True, 0.5)
-    same(out, np.float32(0.5) * sent + np.where(high, np.float32(1), np.float32(0.5)))
-
-
 def test_nan_is_not_hidden() -> None:
     for bad in (math.nan, math.inf):
         grad = torch.randn(5000)
@@ -204,64 +146,15 @@ def test_votes(ranks: int, dtype: torch.dtype) -> None:
     same(out, np.where(2 * bits.sum(0) >= ranks, np.float32(0.5), np.float32(-0.5)))
 
 
-@pytest.mark.parametrize(("levels", "bucket"), [(127, 128), (4, 0), (1, 7), (1000, 64)])
-def test_qsgd_by_hand(levels: int, bucket: int) -> None:
-    """Alistarh et al. 2017, section 3.1, with the numbers that Philox gives."""
-    numel, seed, offset = 1001, (77 << 40) + 5, 6
-    grad = values("normal", numel, 3)
-    residual = torch.zeros(numel)
-    codes, norms = C.qsgd(grad, residual, levels, seed, offset, bucket_size=bucket)
-    assert codes.dtype == (torch.int8 if levels <= 127 else torch.int16)
-    size = bucket or numel
-    u = (philox(seed, offset, numel) >> np.uint64(8)).astype(np.float64) / 2**24
-    wide = grad.numpy().astype(np.float64)
-    for begin in range(0, numel, size):
-        part = slice(begin, begin + size)
-        norm = np.sqrt((wide[part] ** 2).sum())
-        assert float(norms[begin // size]) == pytest.approx(norm, rel=1e-6)
-        scaled = np.abs(wide[part]) / norm * levels
-        low = np.floor(scaled)
-        # Not where rounding decides.
-        clear = np.abs(scaled - low - u[part]) > 1e-4 * levels
-        want = (low + (u[part] < scaled - low)) * np.sign(wide[part])
-        same(codes[part].numpy()[clear], want[clear])
-        assert clear.mean() > 0.5
-    out = torch.zeros(numel)
-    C.unqsgd_(out, [codes], [norms], levels, bucket_size=bucket)
-    torch.testing.assert_close(out + residual, grad, rtol=0, atol=1e-5)
-
-
 def test_random_words_are_those_of_the_paper() -> None:
     """Known answer of Random123 for a counter and a key of zeros, and the mapping of elements."""
-    assert [int(x) for x in philox(0, 0, 4)] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    words = [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    same(philox(0, 0, 4), [word >> 8 for word in words])
     numel, seed, offset = 4099, 0xFEDCBA9876543210, 2**34 + 3
     grad = torch.full((numel,), 1.5)  # halfway between 1 and 2
     codes = C.natural(grad, None, seed, offset)
-    up = philox(seed, offset, numel) >> np.uint64(8) < 2**23
+    up = philox(seed, offset, numel) < 2**23
     same(codes, np.where(up, 65, 64))
-
-
-@pytest.mark.parametrize("mean", [0.0, 0.5, -40.0])
-def test_terngrad_by_hand(mean: float) -> None:
-    """Wen et al. 2017, equations 2 and 3, and clipping (section 4.2), by the mean where
-    that is larger than the deviation."""
-    numel = 2003
-    grad = values("normal", numel, 4) + mean
-    wide = grad.numpy().astype(np.float64)
-    for sigma in (0.0, 2.5, 1.0):
-        residual = torch.zeros(numel)
-        packed, scale = C.terngrad(grad, residual, sigma, 9, 1)
-        bound = sigma * max(wide.std(), abs(wide.mean())) if sigma else np.inf
-        clipped = np.clip(wide, -bound, bound)
-        assert float(scale) == pytest.approx(np.abs(clipped).max(), rel=1e-6)
-        u = (philox(9, 1, numel) >> np.uint64(8)).astype(np.float64) / 2**24
-        chance = np.abs(clipped) / np.abs(clipped).max()
-        clear = np.abs(chance - u) > 1e-5
-        out = torch.zeros(numel)
-        C.unterngrad_(out, [packed], [scale])
-        want = np.where(u < chance, np.sign(wide), 0) * float(scale)
-        same(out.numpy()[clear], want[clear].astype(np.float32))
-        torch.testing.assert_close(out + residual, grad, rtol=0, atol=1e-6 * (1 + abs(mean)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -4,8 +4,11 @@ No postponed annotations here: DDP inspects those of its hooks.
 """
 
 import gc
+import itertools
 import math
 import os
+import signal
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,6 +35,26 @@ SEEDS = [0, *map(harness.slow, range(1, 8))]
 @pytest.mark.parametrize("where", [one for one in compressed.WHERE if "search" not in one])
 def test_nothing_is_lost(where: str, seed: int) -> None:
     core.search("compressed", where, core.seed(seed))
+
+
+@pytest.mark.parametrize("compressor", compressed.COMPRESSORS)
+@pytest.mark.parametrize("place", ["3", *harness.HOSTS])
+def test_nothing_is_lost_by_any_communicator(place: str, compressor: str) -> None:
+    schedules = ("bucket", "layer", "one", 2) if place == "3" else ("bucket", "one")
+    for carrier, (n, schedule) in itertools.product(
+        compressed.carriers(compressor), enumerate(schedules)
+    ):
+        memory, scale = ("residual", 1.0) if n % 2 == 0 else ("efsignsgd", 10.0)
+        if compressor == "powersgd":
+            memory, scale = "powersgd", 1.0
+        params: dict[str, Any] = {
+            "compressor": compressed.OF_THE_USER.get(compressor, compressor), "memory": memory,
+            "communicator": carrier, "compress_ratio": 0.1, "threshold": 0.5, "quantum_num": 63,
+        }  # fmt: skip
+        params |= {"lr": 0.1} if memory == "efsignsgd" else {}
+        ranks = compressed.per_host(place, carrier)
+        case = compressed.Case(params, schedule, steps=8, scale=scale, per_host=ranks)
+        core.check("compressed", f"{place}, {compressor}", case)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -82,35 +105,6 @@ def mean_of_many(context: Context, params: dict[str, Any], steps: int) -> tuple[
     return (found.mean(0).numpy(), error.numpy(), gradient.double().numpy())
 
 
-def recovers(context: Context, params: dict[str, Any], bad: float) -> None:
-    """What is not finite on one rank is seen by all ranks in that step, and in no later one."""
-    ddp = DistributedDataParallel(Given([64, 5]))
-    ddp.register_comm_hook(compress.from_params(params), compress.hook)
-    good = [torch.linspace(-1, 1, 64) + context.rank, torch.ones(5)]
-    for now in range(6):
-        wanted = [g.clone() for g in good]
-        if now == 2 and context.rank == 0:
-            wanted[0][17] = bad
-        ddp.zero_grad()
-        ddp(wanted).backward()
-        grads = [p.grad for p in ddp.module.parts]
-        finite = all(bool(g.isfinite().all()) for g in grads if g is not None)
-        assert finite == (now != 2), (params, now, grads)
-
-
-def plain_steps_equal_mean(context: Context, params: dict[str, Any]) -> list[Any]:
-    """schedule="auto" begins without compression: what that gives."""
-    state = compress.from_params(params, schedule="auto")
-    ddp = DistributedDataParallel(Given([8]))
-    ddp.register_comm_hook(state, compress.hook)
-    found = []
-    for now in range(6):
-        before = calls()
-        result = step(ddp, torch.arange(8.0) + context.rank + now)
-        found.append((state._units.plain, calls() - before, result.double().numpy()))
-    return found
-
-
 def calls() -> int:
     """How many sums the module's own group has done."""
     return int(fusedpg.stats().get("all_reduce", {}).get("calls", 0))
@@ -125,14 +119,6 @@ class Sized(compress.Compressor):
     def decompress(self, tensors: Sequence[Tensor], ctx: Any) -> Tensor:
         assert tensors[0].numel() == ctx
         return tensors[0].view(ctx).clone()
-
-
-def ones_own(context: Context, communicator: str, memory: str, numel: int) -> Any:
-    ddp = wrapped(numel, {"compressor": Sized(), "memory": memory, "communicator": communicator})
-    gradient = torch.arange(float(numel)) + 1 + context.rank
-    for _ in range(3):
-        found = step(ddp, gradient)
-    return found.numpy()
 
 
 @harness.on_ranks(2)
@@ -417,10 +403,13 @@ def dies(context: Context, rank: int, schedule: str = "bucket") -> str:
     assert state._direct == (schedule == "auto")
     dist.barrier()
     if context.rank == rank:
-        os._exit(7)
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
     with pytest.raises(RuntimeError) as raised:
         for _ in range(3):
             step(ddp, torch.ones(100_000))
+    # Gloo may not hear of it before the time limit.
+    assert time.monotonic() - begin < 10 or context.backend == "gloo"
     with pytest.raises(RuntimeError):
         step(ddp, torch.ones(100_000))
     return str(raised.value)
@@ -456,15 +445,6 @@ def state_of_an_ended_group(context: Context) -> str:
     dist.destroy_process_group(state._group)
     with pytest.raises(RuntimeError) as raised:
         step(other, torch.ones(10))
-    return f"{type(raised.value).__name__}: {raised.value}"
-
-
-def sparse_gradients(context: Context) -> str:
-    model = nn.Embedding(10, 4, sparse=True)
-    ddp = DistributedDataParallel(model)
-    ddp.register_comm_hook(compress.from_params({"compressor": "topk"}), compress.hook)
-    with pytest.raises(ValueError, match="dense gradients") as raised:
-        ddp(torch.tensor([1, 2])).sum().backward()
     return f"{type(raised.value).__name__}: {raised.value}"
 
 
@@ -542,35 +522,6 @@ def test_low_rank_of_a_transpose(context: Context) -> None:
     for _ in range(3):
         found = step(ddp, gradient)
     torch.testing.assert_close(found, gradient)
-
-
-def backward_within_another(context: Context) -> str:
-    """One module's between another one's buckets, all of which one state is to take at once."""
-    state = compress.from_params({"compressor": "topk"}, schedule="one")
-    inner = DistributedDataParallel(Given([10]))
-    begun = False
-
-    class Begins(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, g: Tensor) -> Tensor:
-            if begun:
-                with torch.enable_grad():
-                    inner([torch.ones(10)]).backward()
-            return g
-
-    outer = DistributedDataParallel(Chain(Begins), bucket_cap_mb=1)
-    for ddp in (inner, outer):
-        ddp.register_comm_hook(state, compress.hook)
-    for _ in range(3):
-        outer(torch.ones(600_000)).backward()
-    begun = True
-    with pytest.raises(RuntimeError) as raised:
-        outer(torch.ones(600_000)).backward()
-    return str(raised.value)
 
 
 def newcomer(context: Context, communicator: str) -> Any:
@@ -707,46 +658,99 @@ def test_mean_is_right(params: dict[str, Any], communicator: str) -> None:
         ("signum", "none", "ps"),
     ],
 )
+@harness.on_ranks(3)
 def test_not_finite_is_seen_at_once_and_gone(
-    compressor: str, memory: str, communicator: str, bad: float
+    context: Context, compressor: str, memory: str, communicator: str, bad: float
 ) -> None:
+    """What is not finite on one rank is seen by all ranks in that step, and in no later one; and in
+    no other parameter, where it is compressed by itself."""
     params = {"compressor": compressor, "memory": memory, "communicator": communicator}
-    harness.pool(3).run(recovers, params, bad)
+    for schedule in ("bucket", "layer"):
+        ddp = DistributedDataParallel(Given([64, 5]))
+        ddp.register_comm_hook(compress.from_params(params, schedule=schedule), compress.hook)
+        good = [torch.linspace(-1, 1, 64) + context.rank, torch.ones(5)]
+        for now in range(6):
+            wanted = [g.clone() for g in good]
+            if now == 2 and context.rank == 0:
+                wanted[0][17] = bad
+            ddp.zero_grad()
+            ddp(wanted).backward()
+            finite = [bool(p.grad.isfinite().all()) for p in ddp.module.parts]
+            assert all(finite) == (now != 2), (params, now)
+            assert finite[1] or schedule == "bucket", (params, now)
 
 
-def test_steps_without_compression_are_of_the_same_training() -> None:
+@harness.on_ranks(2)
+def test_steps_without_compression_are_of_the_same_training(context: Context) -> None:
+    """schedule="auto" begins without compression."""
     memory = compress.memories.ResidualMemory(beta=0.5, gamma=2.0)
     params = {"compressor": "topk", "memory": memory, "compress_ratio": 0.25}
-    for found in harness.pool(2).run(plain_steps_equal_mean, params):
-        residual = np.zeros(8)
-        was_plain = []
-        own = [calls for plain, calls, _ in found if plain]
-        for step, (plain, calls, result) in enumerate(found):
-            # Both ranks have the same residual but for the mean of their gradients.
-            v = 0.5 * residual + 2 * (np.arange(8) + 0.5 + step)
-            wanted = v if plain else np.where(np.arange(8) >= 6, v, 0)
-            np.testing.assert_allclose(result, wanted)
-            residual = v - wanted
-            was_plain.append(plain)
-            assert plain or not calls
-        assert True in was_plain
-        assert False in was_plain
-        # What was kept goes by the hook's group; then DDP's own has nothing else to do.
-        assert own == [0, *[1] * (len(own) - 1)]
+    state = compress.from_params(params, schedule="auto")
+    ddp = DistributedDataParallel(Given([8]))
+    ddp.register_comm_hook(state, compress.hook)
+    residual = torch.zeros(8)
+    was_plain, own = [], []
+    for now in range(6):
+        before = calls()
+        result = step(ddp, torch.arange(8.0) + context.rank + now)
+        plain = state._units.plain
+        # Both ranks have the same residual but for the mean of their gradients.
+        v = 0.5 * residual + 2 * (torch.arange(8.0) + 0.5 + now)
+        wanted = v if plain else torch.where(torch.arange(8) >= 6, v, 0)
+        torch.testing.assert_close(result, wanted)
+        residual = v - wanted
+        was_plain.append(plain)
+        if plain:
+            own.append(calls() - before)
+        else:
+            assert calls() == before
+    assert True in was_plain and False in was_plain
+    # What was kept goes by the hook's group; then DDP's own has nothing else to do.
+    assert own == [0, *[1] * (len(own) - 1)]
 
 
 @pytest.mark.parametrize("numel", [1, 5, 6])
 @pytest.mark.parametrize("memory", ["none", "residual"])
 @pytest.mark.parametrize("communicator", ["allgather", "alltoall", "ps"])
-def test_ones_own_with_uneven_shards(communicator: str, memory: str, numel: int) -> None:
-    for found in harness.pool(3).run(ones_own, communicator, memory, numel):
-        np.testing.assert_array_equal(found, np.arange(numel) + 2)
+@harness.on_ranks(3)
+def test_ones_own_with_uneven_shards(
+    context: Context, communicator: str, memory: str, numel: int
+) -> None:
+    ddp = wrapped(numel, {"compressor": Sized(), "memory": memory, "communicator": communicator})
+    gradient = torch.arange(float(numel)) + 1 + context.rank
+    for _ in range(3):
+        found = step(ddp, gradient)
+    assert torch.equal(found, torch.arange(float(numel)) + 2)
 
 
-def test_state_of_two_modules_in_one_backward() -> None:
-    """What is first cut off would wait forever for the rest of its buckets."""
-    for text in harness.pool(2).run(backward_within_another):
-        assert "a state is for one DDP module" in text
+@harness.on_ranks(2)
+def test_state_of_two_modules_in_one_backward(context: Context) -> None:
+    """One module's between another one's buckets, all of which one state is to take at once: what
+    is first cut off would wait forever for the rest of its buckets."""
+    state = compress.from_params({"compressor": "topk"}, schedule="one")
+    inner = DistributedDataParallel(Given([10]))
+    begun = False
+
+    class Begins(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            if begun:
+                with torch.enable_grad():
+                    inner([torch.ones(10)]).backward()
+            return g
+
+    outer = DistributedDataParallel(Chain(Begins), bucket_cap_mb=1)
+    for ddp in (inner, outer):
+        ddp.register_comm_hook(state, compress.hook)
+    for _ in range(3):
+        outer(torch.ones(600_000)).backward()
+    begun = True
+    with pytest.raises(RuntimeError, match="a state is for one DDP module"):
+        outer(torch.ones(600_000)).backward()
 
 
 @pytest.mark.parametrize("communicator", ["allgather", "ps"])
@@ -759,9 +763,12 @@ def test_rank_without_a_checkpoint(where: str, communicator: str) -> None:
             np.testing.assert_array_equal(a, b)
 
 
-def test_sparse_gradients_are_refused() -> None:
-    for text in harness.pool(2).run(sparse_gradients):
-        assert text.startswith("ValueError: fusedpg.compress: compresses dense gradients")
+@harness.on_ranks(2)
+def test_sparse_gradients_are_refused(context: Context) -> None:
+    ddp = DistributedDataParallel(nn.Embedding(10, 4, sparse=True))
+    ddp.register_comm_hook(compress.from_params({"compressor": "topk"}), compress.hook)
+    with pytest.raises(ValueError, match=r"^fusedpg\.compress: compresses dense gradients"):
+        ddp(torch.tensor([1, 2])).sum().backward()
 
 
 @pytest.mark.parametrize("backend", ["fused", "gloo"])

@@ -1,4 +1,5 @@
-"""fusedpg.hvd: good and bad calls in random order, in torch's modes, against Gloo.
+"""fusedpg.hvd: good and bad calls in random order, in torch's modes, against Gloo; a subject of
+`fuzz`.
 
 A bad call raises in its caller, or on all ranks, and the next call works.
 """
@@ -6,8 +7,7 @@ A bad call raises in its caller, or on all ranks, and the next call works.
 from __future__ import annotations
 
 import contextlib
-import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -18,7 +18,9 @@ from torch._subclasses import FakeTensorMode
 
 import fusedpg.hvd as hvd
 import harness
-from harness import Context, on_ranks
+from fuzz import core
+from fuzz.core import Choices, Pair, Tape, done, draw_tape
+from harness import Context
 from test_hvd import session
 
 pytestmark = pytest.mark.timeout(300)
@@ -171,7 +173,7 @@ def bad_kind(what: str, kind: str) -> str:
     return kind if what in BAD_TENSORS else kinds.get(what, "allreduce")
 
 
-def good_call(context: Context, draw: random.Random, name: str | None, kind: str = "") -> None:
+def good_call(context: Context, draw: Choices, name: str | None, kind: str = "") -> None:
     kind = kind or draw.choice(KINDS)
     mode = draw.choice(MODES)
     names = [n for n in LAYOUTS if not (n == "expanded" and kind.endswith("_"))]
@@ -191,43 +193,48 @@ def good_call(context: Context, draw: random.Random, name: str | None, kind: str
         assert not got.is_inference()
 
 
-def _calls(context: Context, seed: int, count: int) -> None:
-    draw = random.Random(seed)
-    print(f"seed {seed}")
-    for number in range(count):
-        name = draw.choice([None, "a", "b"])
-        what = draw.choice(["good", "good", "all", "one", "refused"])
-        if what == "good":
-            good_call(context, draw, name)
-            continue
-        if what == "refused":
-            case = draw.choice(sorted(REFUSED))
-            with contextlib.suppress(hvd.HorovodInternalError):
-                REFUSED[case](name)
-            continue
-        bad = draw.choice(sorted([*BAD_TENSORS, *BAD_CALLS]))
-        kind = draw.choice(KINDS)
-        rank = draw.randrange(context.world_size)
-        if what == "all" or rank == context.rank:
-            with draw_mode(draw)(), pytest.raises(Exception) as told:
-                bad_call(bad, kind, name)
-            assert not isinstance(told.value, hvd.HorovodInternalError), (number, bad, told.value)
-        else:
-            draw_mode(draw)
-            other = bad_kind(bad, kind)
-            with pytest.raises(hvd.HorovodInternalError, match=f"rank {rank}'s call raised"):
-                call(other, torch.ones(ROWS, 2), hvd.Sum, name)
+def one_call(context: Context, draw: Choices) -> str:
+    """A call that is right, or wrong on one or all ranks; in words."""
+    name = draw.choice([None, "a", "b"])
+    what = draw.choice(["good", "good", "all", "one", "refused"])
+    if what == "good":
+        good_call(context, draw, name)
+        return what
+    if what == "refused":
+        case = draw.choice(sorted(REFUSED))
+        with contextlib.suppress(hvd.HorovodInternalError):
+            REFUSED[case](name)
+        return f"{what}: {case}"
+    bad = draw.choice(sorted([*BAD_TENSORS, *BAD_CALLS]))
+    kind = draw.choice(KINDS)
+    rank = draw.randrange(context.world_size)
+    mode = draw.choice([contextlib.nullcontext, torch.no_grad, torch.inference_mode])
+    if what == "all" or rank == context.rank:
+        with mode(), pytest.raises(Exception) as told:
+            bad_call(bad, kind, name)
+        assert not isinstance(told.value, hvd.HorovodInternalError), (bad, told.value)
+    else:
+        with pytest.raises(hvd.HorovodInternalError, match=f"rank {rank}'s call raised"):
+            call(bad_kind(bad, kind), torch.ones(ROWS, 2), hvd.Sum, name)
+    return f"{what}: {bad}"
 
 
-def draw_mode(draw: random.Random) -> Any:
-    return draw.choice([contextlib.nullcontext, torch.no_grad, torch.inference_mode])
+WHERE = ("2", "3")
+EXAMPLES = 2
 
 
-SEEDS = [(1, 150), harness.slow(2, 1500), harness.slow(3, 1500)]
+def draw(choose: Choices, where: str) -> Tape:
+    return draw_tape(choose, 500, 1500)
 
 
-@pytest.mark.parametrize("seed, count", SEEDS)
-@on_ranks(2, 3)
-def test_calls_are_right_or_raise_and_end_nothing(context: Context, seed: int, count: int) -> None:
+def run(program: Tape, context: Context) -> Iterator[Pair]:
+    choices = program.choices()
     with session():
-        _calls(context, seed, count)
+        while choices.left > 0:
+            yield done(one_call(context, choices))
+
+
+@pytest.mark.parametrize("seed", [0, *map(harness.slow, range(1, 20))])
+@pytest.mark.parametrize("where", WHERE)
+def test_calls_are_right_or_raise_and_end_nothing(where: str, seed: int) -> None:
+    core.search("horovod", where, core.seed(seed))

@@ -206,7 +206,7 @@ def test_reserved_memory_of_the_last_operator(tmp_path: Path) -> None:
 
 def test_missing_size_of_a_collective(gpt: Database) -> None:
     """Fault 6: Aceso's price of 100 s is noted, ours is between the rows."""
-    whole, split = Layout(2, 1, (1, 1, 1)), Layout(1, 1, (1, 2, 1))
+    whole, split = Layout(2, (1, 1, 1)), Layout(1, (1, 2, 1))
     aceso, ours = AcesoModel(gpt, 4), CostModel(gpt, 4)
     assert aceso.reshard(split, whole, 64, 1) == ours.reshard(split, whole, 64, 1)
     assert aceso.notes == {}
@@ -308,7 +308,7 @@ def test_gpipe_holds_all_micro_batches(tmp_path: Path) -> None:
 def test_resharding_accounts_for_every_device(dims: tuple[int, int]) -> None:
     """Gathers undo the source's parts and splits make the target's, for any two degrees."""
     one, other = dims
-    source, target = Layout(other, 1, (1, one, 1)), Layout(one, 1, (1, other, 1))
+    source, target = Layout(other, (1, one, 1)), Layout(one, (1, other, 1))
     parts = one
     for forward, _, devices in resharding_steps(source, target):
         assert devices > 1

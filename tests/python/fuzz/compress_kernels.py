@@ -180,6 +180,7 @@ def qsgd(c: Call) -> None:
     low = np.floor(np.where(usable, scaled, 0))
     code = low + (philox(seed, offset, c.n).astype(F) * F(2.0**-24) < scaled - low)
     code = np.where(usable, np.where(c.v < 0, -code, code), 0)
+    assert codes.dtype == (torch.int8 if levels <= 127 else torch.int16)
     same(codes.numpy(), code.astype(np.int64), "codes")
     c.results += [codes, norms]
     c.left(np.where(usable, c.v - code.astype(F) * (norm / F(levels)), c.v))

@@ -65,6 +65,7 @@ SUBJECTS = {
     "norms": "test_tensor_parallel_norm",
     "shortcuts": "checks.shortcuts",
     "plans": "fuzz.plans",
+    "horovod": "test_hvd_calls",
     "gpu": "checks.cuda_ranks",
     "chaos": "fuzz.chaos",
 }

@@ -44,7 +44,6 @@ Array = np.ndarray[Any, Any]
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 TOLERANCE = {"fp32": (3e-5, 3e-6), "fp64": (1e-9, 1e-10)}
 CLIP = 0.8
-NUMELS = [int(np.prod(shape)) for shape in checks.SHAPES]
 OTHERS = (3, 4)  # parameters that an optimizer of torch's has at first
 
 
@@ -160,7 +159,7 @@ def gradient(case: Case, rank: int, number: int, backward: int) -> list[Array | 
     """What a rank's backward gives; None of what it leaves out."""
     drawn = np.random.default_rng([case.seed, rank, number, backward])
     found: list[Array | None] = []
-    for n, numel in enumerate(NUMELS):
+    for n, numel in enumerate(checks.NUMELS):
         values = drawn.standard_normal(numel).astype(np.float32).astype(np.float64)
         if case.steps[number].bad == rank and n == 2 and backward == 0:
             values[numel // 3] = np.inf
@@ -172,92 +171,18 @@ def gradient(case: Case, rank: int, number: int, backward: int) -> list[Array | 
 # --- the oracle -----------------------------------------------------------------------------------
 
 
-class Compression:
-    """What all ranks' gradients of a parameter give together."""
-
-    def __init__(self, size: int, case: Case) -> None:
-        self._size, self._case = size, case
-        self._kept: dict[tuple[str, int, int], Array] = {}
-
-    def _state(self, name: str, rank: int, n: int) -> Array:
-        return self._kept.setdefault((name, rank, n), np.zeros(NUMELS[n]))
-
-    def exchange(self, n: int, given: list[Array]) -> Array:
-        hosts = self._case.hosts
-        if not hosts:
-            return self._among(n, list(range(self._size)), given, 0)
-        count, numel = len(hosts[0]), NUMELS[n]
-        each = -(-numel // count)
-        found = []
-        for place in range(count):
-            part = slice(min(place * each, numel), min((place + 1) * each, numel))
-            means = [np.mean([given[rank][part] for rank in host], 0) for host in hosts]
-            found.append(self._among(n, [host[place] for host in hosts], means, part.start))
-        return np.concatenate(found)
-
-    def _among(self, n: int, ranks: list[int], given: list[Array], first: int) -> Array:
-        numel = given[0].size
-        shards = 1 if self._case.params["communicator"] in ("allgather", "broadcast") else (
-            len(ranks)
-        )  # fmt: skip
-        each = -(-numel // shards)
-        out = np.zeros(numel)
-        for shard in range(shards):
-            part = slice(min(shard * each, numel), min((shard + 1) * each, numel))
-            at = slice(first + part.start, first + part.stop)
-            if part.start == part.stop:
-                continue
-            sent = [self._send(rank, n, at, g[part]) for rank, g in zip(ranks, given)]
-            out[part] = np.mean(sent, 0)
-            if self._case.params["communicator"] == "ps":
-                out[part] = self._answer(ranks[shard], n, at, out[part])
-        return out
-
-    def _send(self, rank: int, n: int, at: slice, g: Array) -> Array:
-        params = self._case.params
-        memory = params["memory"]
-        if memory == "none":
-            return checks.sent(params["compressor"], g, params)
-        kept = self._state("kept", rank, n)
-        if memory == "dgc":
-            momentum = self._state("momentum", rank, n)
-            momentum[at] = params["momentum"] * momentum[at] + g
-            v = kept[at] + momentum[at]
-        else:
-            lr = params["lr"] if memory == "efsignsgd" else 1.0
-            v = kept[at] + lr * g
-        out = checks.sent(params["compressor"], v, params)
-        if memory == "dgc":
-            gone = out != 0
-            momentum[at], kept[at] = np.where(gone, 0, momentum[at]), np.where(gone, 0, v)
-            return out
-        kept[at] = v - out
-        kept[at] = np.where(np.isfinite(kept[at]), kept[at], 0)
-        return out / lr
-
-    def _answer(self, rank: int, n: int, at: slice, mean: Array) -> Array:
-        params = self._case.params
-        if params["memory"] == "none":
-            return checks.sent(params["compressor"], mean, params)
-        kept = self._state("server", rank, n)
-        v = kept[at] + mean
-        out = checks.sent(params["compressor"], v, params)
-        kept[at] = np.where(np.isfinite(v - out), v - out, 0)
-        return out
-
-
 class Wanted:
     """Training in one process."""
 
     def __init__(self, size: int, case: Case) -> None:
         self.case, self.size = case, size
         self.parts = [p.detach().double() for p in module_of(case).parts]
-        self.compression = Compression(size, case)
+        self.compression = checks.Oracle(size, case.params, case.hosts)
         self.theirs = set(OTHERS) if case.others else set()
         mine = [p for n, p in enumerate(self.parts) if n not in self.theirs]
         self.optimizer: Any = of_torch(case.optimizer, [{"params": mine[:2]}, {"params": mine[2:]}])
         self.others = torch.optim.SGD([self.parts[n] for n in OTHERS], lr=0.1, momentum=0.9)
-        self.local: list[list[Array | None]] = [[None] * len(NUMELS) for _ in range(size)]
+        self.local: list[list[Array | None]] = [[None] * len(checks.NUMELS) for _ in range(size)]
         self.scale, self.good = (8.0 if case.scaled else 1.0), 0
 
     def adopt(self) -> None:
@@ -279,7 +204,7 @@ class Wanted:
             earlier = None if p.grad is None else p.grad.numpy().reshape(-1).copy()
             mine_of = [local[n] for local in self.local]
             used = any(g is not None for g in mine_of)
-            inputs = [np.zeros(NUMELS[n]) if g is None else g for g in mine_of]
+            inputs = [np.zeros(checks.NUMELS[n]) if g is None else g for g in mine_of]
             if n in self.theirs and earlier is not None:
                 # DDP gives the hook all that is there.
                 inputs, used = [earlier + g for g in inputs], True
@@ -290,7 +215,7 @@ class Wanted:
             if earlier is not None and n not in self.theirs:
                 found = earlier + found
             p.grad = torch.from_numpy(found).view(p.shape)
-        self.local = [[None] * len(NUMELS) for _ in range(self.size)]
+        self.local = [[None] * len(checks.NUMELS) for _ in range(self.size)]
 
     def step(self, step: Step) -> float | None:
         """Returns the norm that was clipped."""
