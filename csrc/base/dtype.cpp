@@ -1,105 +1,72 @@
 #include "base/dtype.hpp"
 
+#include <iterator>
+
 namespace fusedpg {
 
 namespace {
 
-enum class Kind : uint8_t { kInteger, kBool, kReal, kComplex, kOpaque };
+enum class TypeKind : uint8_t { kInteger, kBool, kReal, kComplex, kOpaque };
 
-Kind kind_of(DType dtype) {
-  switch (dtype) {
-    case DType::kUInt8:
-    case DType::kInt8:
-    case DType::kInt16:
-    case DType::kInt32:
-    case DType::kInt64:
-    case DType::kUInt16:
-    case DType::kUInt32:
-    case DType::kUInt64:
-      return Kind::kInteger;
-    case DType::kBool:
-      return Kind::kBool;
-    case DType::kFloat16:
-    case DType::kBFloat16:
-    case DType::kFloat32:
-    case DType::kFloat64:
-      return Kind::kReal;
-    case DType::kComplex64:
-    case DType::kComplex128:
-      return Kind::kComplex;
-    case DType::kOpaque:
-      return Kind::kOpaque;
-  }
-  return Kind::kOpaque;
+struct TypeRow {
+  const char* name;
+  TypeKind kind;
+};
+
+// By DType.
+constexpr TypeRow kTypes[] = {
+    {"uint8", TypeKind::kInteger},
+    {"int8", TypeKind::kInteger},
+    {"int16", TypeKind::kInteger},
+    {"int32", TypeKind::kInteger},
+    {"int64", TypeKind::kInteger},
+    {"float16", TypeKind::kReal},
+    {"bfloat16", TypeKind::kReal},
+    {"float32", TypeKind::kReal},
+    {"float64", TypeKind::kReal},
+    {"bool", TypeKind::kBool},
+    {"uint16", TypeKind::kInteger},
+    {"uint32", TypeKind::kInteger},
+    {"uint64", TypeKind::kInteger},
+    {"complex64", TypeKind::kComplex},
+    {"complex128", TypeKind::kComplex},
+    {"opaque", TypeKind::kOpaque}};
+static_assert(std::size(kTypes) == static_cast<size_t>(DType::kOpaque) + 1);
+
+// By RedOp.
+constexpr const char* kRedOps[] = {
+    "SUM",
+    "AVG",
+    "PRODUCT",
+    "MIN",
+    "MAX",
+    "BAND",
+    "BOR",
+    "BXOR",
+    "PREMUL_SUM"};
+static_assert(std::size(kRedOps) == static_cast<size_t>(RedOp::kPremulSum) + 1);
+
+// Another rank may have sent a number that is no type.
+TypeRow type_row(DType dtype) {
+  const auto i = static_cast<size_t>(dtype);
+  return i < std::size(kTypes) ? kTypes[i]
+                               : TypeRow{"unknown", TypeKind::kOpaque};
 }
 
 } // namespace
 
 const char* dtype_name(DType dtype) {
-  switch (dtype) {
-    case DType::kUInt8:
-      return "uint8";
-    case DType::kInt8:
-      return "int8";
-    case DType::kInt16:
-      return "int16";
-    case DType::kInt32:
-      return "int32";
-    case DType::kInt64:
-      return "int64";
-    case DType::kFloat16:
-      return "float16";
-    case DType::kBFloat16:
-      return "bfloat16";
-    case DType::kFloat32:
-      return "float32";
-    case DType::kFloat64:
-      return "float64";
-    case DType::kBool:
-      return "bool";
-    case DType::kUInt16:
-      return "uint16";
-    case DType::kUInt32:
-      return "uint32";
-    case DType::kUInt64:
-      return "uint64";
-    case DType::kComplex64:
-      return "complex64";
-    case DType::kComplex128:
-      return "complex128";
-    case DType::kOpaque:
-      return "opaque";
-  }
-  return "unknown";
+  return type_row(dtype).name;
 }
 
 const char* red_op_name(RedOp op) {
-  switch (op) {
-    case RedOp::kSum:
-      return "SUM";
-    case RedOp::kAvg:
-      return "AVG";
-    case RedOp::kProduct:
-      return "PRODUCT";
-    case RedOp::kMin:
-      return "MIN";
-    case RedOp::kMax:
-      return "MAX";
-    case RedOp::kBand:
-      return "BAND";
-    case RedOp::kBor:
-      return "BOR";
-    case RedOp::kBxor:
-      return "BXOR";
-    case RedOp::kPremulSum:
-      return "PREMUL_SUM";
-  }
-  return "UNKNOWN";
+  const auto i = static_cast<size_t>(op);
+  return i < std::size(kRedOps) ? kRedOps[i] : "UNKNOWN";
 }
 
 bool reduction_supported(DType dtype, RedOp op) {
-  const Kind kind = kind_of(dtype);
-  if (kind == Kind::kOpaque) {
+  const TypeKind kind = type_row(dtype).kind;
+  if (kind == TypeKind::kOpaque) {
     return false;
   }
   switch (op) {
@@ -107,16 +74,16 @@ bool reduction_supported(DType dtype, RedOp op) {
     case RedOp::kProduct:
       return true;
     case RedOp::kAvg:
-      return kind != Kind::kBool;
+      return kind != TypeKind::kBool;
     case RedOp::kMin:
     case RedOp::kMax:
-      return kind != Kind::kComplex;
+      return kind != TypeKind::kComplex;
     case RedOp::kBand:
     case RedOp::kBor:
     case RedOp::kBxor:
-      return kind == Kind::kInteger || kind == Kind::kBool;
+      return kind == TypeKind::kInteger || kind == TypeKind::kBool;
     case RedOp::kPremulSum:
-      return kind == Kind::kReal || kind == Kind::kComplex;
+      return kind == TypeKind::kReal || kind == TypeKind::kComplex;
   }
   return false;
 }

@@ -42,17 +42,23 @@ struct OpStats {
   std::array<uint64_t, kDataPaths> calls{}; // by path
 };
 
+// All numbers but the calls.
+constexpr std::array kOpNumbers{
+    &OpStats::bytes_sent,
+    &OpStats::bytes_received,
+    &OpStats::messages_sent,
+    &OpStats::blocks,
+    &OpStats::blocks_present,
+    &OpStats::blocks_union};
+
 // Counters of one group. Thread-safe.
 class Stats {
  public:
   void add(OpCode op, DataPath path, const OpStats& call) {
     Counters& c = ops_[static_cast<size_t>(op)];
-    c.bytes_sent.add(call.bytes_sent);
-    c.bytes_received.add(call.bytes_received);
-    c.messages_sent.add(call.messages_sent);
-    c.blocks.add(call.blocks);
-    c.blocks_present.add(call.blocks_present);
-    c.blocks_union.add(call.blocks_union);
+    for (size_t i = 0; i < kOpNumbers.size(); ++i) {
+      c.numbers[i].add(call.*kOpNumbers[i]);
+    }
     c.calls[static_cast<size_t>(path)].add(1);
   }
   OpStats of(OpCode op) const;
@@ -68,8 +74,7 @@ class Stats {
     }
   };
   struct Counters {
-    Counter bytes_sent, bytes_received, messages_sent;
-    Counter blocks, blocks_present, blocks_union;
+    std::array<Counter, kOpNumbers.size()> numbers;
     std::array<Counter, kDataPaths> calls;
   };
   std::array<Counters, kOpCodes> ops_;

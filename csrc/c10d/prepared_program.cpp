@@ -39,15 +39,16 @@ class PreparedProgram {
       const std::array<uint64_t, 5>& layout,
       ProgramArguments::Phases phases)
       : group_(std::move(group)),
-        program_(program),
-        op_(std::move(op)),
+        call_{
+            .program = program,
+            .op = std::move(op),
+            .kinds = std::move(kinds),
+            .reads = std::move(reads),
+            .gathered = std::move(gathered),
+            .layout = layout,
+            .phases = std::move(phases)},
         count_(read.at(0).numel()),
-        kinds_(std::move(kinds)),
-        reads_(std::move(reads)),
-        gathered_(std::move(gathered)),
-        periods_(std::move(periods)),
-        layout_(layout),
-        phases_(std::move(phases)) {
+        periods_(std::move(periods)) {
     for (const at::Tensor& t : read) {
       read_types_.push_back(t.scalar_type());
     }
@@ -74,25 +75,17 @@ class PreparedProgram {
     }
     seeds.insert(seeds.end(), periods_.begin(), periods_.end());
     uint8_t done = 0;
-    at::Tensor source = std::move(read.front());
+    ProgramArguments call = call_;
+    call.function = reinterpret_cast<ProgramFunction>(function);
+    call.program ^= mark;
+    call.source = std::move(read.front());
     read.erase(read.begin());
-    group_->fused_program_(
-        {reinterpret_cast<ProgramFunction>(function),
-         nullptr,
-         program_ ^ mark,
-         op_,
-         std::move(source),
-         std::move(read),
-         kinds_,
-         reads_,
-         results,
-         gathered_,
-         std::move(numbers),
-         std::move(seeds),
-         at::from_blob(&done, {1}, at::kByte),
-         layout_,
-         phases_},
-        /*async_op=*/false);
+    call.operands = std::move(read);
+    call.outputs = results;
+    call.numbers = std::move(numbers);
+    call.seeds = std::move(seeds);
+    call.done = at::from_blob(&done, {1}, at::kByte);
+    group_->fused_program_(std::move(call), /*async_op=*/false);
     return done != 0 ? std::optional(std::move(results)) : std::nullopt;
   }
 
@@ -117,15 +110,9 @@ class PreparedProgram {
   }
 
   c10::intrusive_ptr<ProcessGroupFused> group_;
-  uint64_t program_;
-  std::string op_;
+  ProgramArguments call_; // but for what is of one call
   int64_t count_;
-  std::vector<int64_t> kinds_;
-  std::vector<int64_t> reads_;
-  std::vector<bool> gathered_;
   std::vector<uint64_t> periods_;
-  std::array<uint64_t, 5> layout_;
-  ProgramArguments::Phases phases_;
   std::vector<at::ScalarType> read_types_;
   std::vector<std::pair<std::vector<int64_t>, at::ScalarType>> made_;
 };

@@ -95,43 +95,25 @@ kernels::ReduceArgs to_reduce_args(
           "fused: tensors of {} can be moved, but not reduced; convert them "
           "first",
           type));
-  switch (op.op_) {
-    case c10d::ReduceOp::SUM:
-      args.op = RedOp::kSum;
-      return args;
-    case c10d::ReduceOp::AVG:
-      args.op = RedOp::kAvg;
-      args.divisor = world_size;
-      return args;
-    case c10d::ReduceOp::PRODUCT:
-      args.op = RedOp::kProduct;
-      return args;
-    case c10d::ReduceOp::MIN:
-      args.op = RedOp::kMin;
-      return args;
-    case c10d::ReduceOp::MAX:
-      args.op = RedOp::kMax;
-      return args;
-    case c10d::ReduceOp::BAND:
-      args.op = RedOp::kBand;
-      return args;
-    case c10d::ReduceOp::BOR:
-      args.op = RedOp::kBor;
-      return args;
-    case c10d::ReduceOp::BXOR:
-      args.op = RedOp::kBxor;
-      return args;
-    case c10d::ReduceOp::PREMUL_SUM: {
-      args.op = RedOp::kPremulSum;
-      const auto& premul = premul_of(op);
-      args.factor = premul.tensor_factor.defined()
-          ? premul.tensor_factor.item<double>()
-          : premul.double_factor;
-      return args;
-    }
-    default:
-      TORCH_CHECK_VALUE(false, "fused: unknown reduction");
+  // c10d's numbers are ours.
+  using Op = c10d::ReduceOp;
+  static_assert(int(RedOp::kSum) == Op::SUM && int(RedOp::kAvg) == Op::AVG);
+  static_assert(int(RedOp::kProduct) == Op::PRODUCT);
+  static_assert(int(RedOp::kMin) == Op::MIN && int(RedOp::kMax) == Op::MAX);
+  static_assert(int(RedOp::kBand) == Op::BAND && int(RedOp::kBor) == Op::BOR);
+  static_assert(int(RedOp::kBxor) == Op::BXOR);
+  static_assert(int(RedOp::kPremulSum) == Op::PREMUL_SUM);
+  TORCH_CHECK_VALUE(op.op_ <= Op::PREMUL_SUM, "fused: unknown reduction");
+  args.op = static_cast<RedOp>(static_cast<int>(op.op_));
+  if (args.op == RedOp::kAvg) {
+    args.divisor = world_size;
+  } else if (args.op == RedOp::kPremulSum) {
+    const auto& premul = premul_of(op);
+    args.factor = premul.tensor_factor.defined()
+        ? premul.tensor_factor.item<double>()
+        : premul.double_factor;
   }
+  return args;
 }
 
 void check_tensor(const char* op, const at::Tensor& t) {

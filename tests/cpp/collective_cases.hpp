@@ -107,18 +107,16 @@ inline Bytes reduced(
     uint64_t seed,
     int size) {
   std::vector<Bytes> all;
-  std::vector<const void*> srcs;
   for (int p = 0; p < size; ++p) {
     all.push_back(values(args.dtype, count, seed + p));
-    srcs.push_back(all.back().data());
   }
   if (args.dtype != DType::kFloat32 || args.op != RedOp::kSum) {
-    return reference(args, srcs, count);
+    return reference(args, pointers_to(all), count);
   }
   Bytes out = all[0]; // the same, faster
   auto* sum = reinterpret_cast<float*>(out.data());
   for (int p = 1; p < size; ++p) {
-    const auto* more = static_cast<const float*>(srcs[p]);
+    const auto* more = reinterpret_cast<const float*>(all[p].data());
     for (size_t i = 0; i < count; ++i) {
       sum[i] += more[i];
     }

@@ -138,10 +138,7 @@ inline Bytes combined(
     const std::vector<Bytes>& grads,
     bool mean,
     const std::vector<double>& weights) {
-  std::vector<const void*> srcs;
-  for (const Bytes& grad : grads) {
-    srcs.push_back(grad.data());
-  }
+  const std::vector<const void*> srcs = pointers_to(grads);
   const size_t count = grads[0].size() / dtype_size(type);
   const bool weighted = !weights.empty();
   const std::vector<double> share = shares(weights);

@@ -18,6 +18,14 @@ namespace fusedpg::test {
 using kernels::ReduceArgs;
 using Bytes = std::vector<uint8_t>;
 
+inline std::vector<const void*> pointers_to(const std::vector<Bytes>& all) {
+  std::vector<const void*> pointers;
+  for (const Bytes& one : all) {
+    pointers.push_back(one.data());
+  }
+  return pointers;
+}
+
 // Every table this CPU runs.
 inline std::vector<const kernels::Table*> tables() {
   std::vector<const kernels::Table*> all;

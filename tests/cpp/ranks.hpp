@@ -1,5 +1,6 @@
 #pragma once
 
+#include <fcntl.h>
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/types.h>
@@ -390,6 +391,14 @@ void expect_error(
     return;
   }
   report_failure("expected an error of kind", static_cast<int>(kind), "none");
+}
+
+inline size_t open_files() {
+  size_t n = 0;
+  for (int fd = 0; fd < 4096; ++fd) {
+    n += fcntl(fd, F_GETFD) >= 0;
+  }
+  return n;
 }
 
 inline double seconds_since(Clock::time_point start) {

@@ -77,32 +77,26 @@ struct Crew {
     const auto size = static_cast<int>(clients.size());
     std::atomic<int> raised{0};
     std::atomic<int> wrong{0};
-    std::vector<std::thread> threads;
-    for (int r = 0; r < size; ++r) {
-      threads.emplace_back([&, r] {
-        try {
-          for (int round = 0; round < rounds; ++round) {
-            std::vector<float> data(count, static_cast<float>(r + 1));
-            OpStats moved;
-            clients[r]->all_reduce(
-                {data.data(),
-                 count,
-                 {},
-                 static_cast<uint64_t>(round),
-                 soon(),
-                 moved});
-            for (const float x : data) {
-              wrong += x == static_cast<float>(size * (size + 1) / 2) ? 0 : 1;
-            }
+    on_threads(size, [&](int r, Store& /* store */) {
+      try {
+        for (int round = 0; round < rounds; ++round) {
+          std::vector<float> data(count, static_cast<float>(r + 1));
+          OpStats moved;
+          clients[r]->all_reduce(
+              {data.data(),
+               count,
+               {},
+               static_cast<uint64_t>(round),
+               soon(),
+               moved});
+          for (const float x : data) {
+            wrong += x == static_cast<float>(size * (size + 1) / 2) ? 0 : 1;
           }
-        } catch (const Error&) {
-          ++raised;
         }
-      });
-    }
-    for (std::thread& thread : threads) {
-      thread.join();
-    }
+      } catch (const Error&) {
+        ++raised;
+      }
+    });
     CHECK_EQ(wrong.load(), 0);
     return raised;
   }
@@ -306,8 +300,7 @@ TEST(aggregators_end_jobs_whose_blocks_make_no_sense) {
       std::memcpy(message.data(), data, bytes);
       transport.send(1, static_cast<uint32_t>(tag), message);
     };
-    bool raised = false;
-    try {
+    expect_error(ErrorKind::kPeerFailed, {}, [&] {
       send(Tag::kHead, &lie.head, sizeof lie.head);
       send(Tag::kBlockHeader, &lie.word, sizeof lie.word);
       if (!lie.blocks.empty()) {
@@ -318,10 +311,7 @@ TEST(aggregators_end_jobs_whose_blocks_make_no_sense) {
       NetBuffer said(sizeof(BlockHeader));
       transport.receive(1, static_cast<uint32_t>(Tag::kBlockHeader), said)
           ->wait(soon());
-    } catch (const Error& error) {
-      raised = error.kind() == ErrorKind::kPeerFailed;
-    }
-    CHECK(raised);
+    });
   }
   until([&] { return server.stats().failed == lies.size(); });
   CHECK_EQ(others.add_up(500'000, 2), 0);
@@ -390,14 +380,10 @@ TEST(aggregators_end_jobs_that_make_no_sense) {
     NetBuffer result(40);
     TcpTransport& transport = *liar.transports[0];
     transport.send(1, static_cast<uint32_t>(Tag::kHead), said);
-    bool raised = false;
-    try {
+    expect_error(ErrorKind::kPeerFailed, {}, [&] {
       transport.receive(1, static_cast<uint32_t>(Tag::kResult), result)
           ->wait(soon());
-    } catch (const Error& error) {
-      raised = error.kind() == ErrorKind::kPeerFailed;
-    }
-    CHECK(raised);
+    });
   }
   until([&] { return server.stats().failed == heads.size(); });
   CHECK_EQ(others.add_up(500'000, 2), 0);
@@ -407,34 +393,20 @@ TEST(aggregators_let_nobody_in_without_the_key) {
   Server server(any_door());
   Key128 other = kKey;
   other[15] = 9;
-  std::string text;
-  try {
-    open_job(place_of(server), other, {{"x"}, 1, 0}, soon(), kNothing);
-  } catch (const Error& error) {
-    text = error.what();
-  }
-  CHECK(text.find("has another key") != std::string::npos);
-  CHECK(text.find(place_of(server)) != std::string::npos);
+  const auto refuses = [&](const Key128& key, const std::string& why) {
+    CHECK_THROWS(
+        open_job(place_of(server), key, {{"x"}, 1, 0}, soon(), kNothing),
+        Error,
+        why);
+  };
+  refuses(other, "has another key");
+  refuses(other, place_of(server));
   CHECK_EQ(server.stats().jobs, 0U);
   server.drain();
-  text = "";
-  try {
-    open_job(place_of(server), kKey, {{"x"}, 1, 0}, soon(), kNothing);
-  } catch (const Error& error) {
-    text = error.what();
-  }
-  CHECK(text.find("takes nobody in any more") != std::string::npos);
+  refuses(kKey, "takes nobody in any more");
 }
 
 TEST(places_and_keys_of_aggregators) {
-  const auto refuses = [](const std::function<void()>& body) {
-    try {
-      body();
-    } catch (const Error& error) {
-      return error.kind() == ErrorKind::kInvalid;
-    }
-    return false;
-  };
   for (const char* place :
        {"",
         ":1",
@@ -443,7 +415,7 @@ TEST(places_and_keys_of_aggregators) {
         "1.2.3.4:x",
         "1.2.3.4:70000",
         "1.2.3.4:-1"}) {
-    CHECK(refuses([&] { front_door(place, kKey); }));
+    expect_error(ErrorKind::kInvalid, {}, [&] { front_door(place, kKey); });
   }
   CHECK_EQ(front_door("127.0.0.1:80", kKey).socket.text(), "127.0.0.1 80");
   CHECK_EQ(front_door("[::1]:80", kKey).socket.text(), "::1 80");
@@ -452,7 +424,7 @@ TEST(places_and_keys_of_aggregators) {
         "0",
         "0011223344556677889900112233445g",
         "001122334455667788990011223344556"}) {
-    CHECK(refuses([&] { key_of(key); }));
+    expect_error(ErrorKind::kInvalid, {}, [&] { key_of(key); });
   }
   const Key128 key = key_of("00ff0000000000000000000000000010");
   CHECK_EQ(key[1], 255);

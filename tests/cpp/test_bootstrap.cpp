@@ -1,6 +1,5 @@
 #include "host/bootstrap.hpp"
 
-#include <fcntl.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/un.h>
@@ -51,23 +50,10 @@ struct Hello {
   char token[16];
 };
 
-Fd connect_to(const PeerInfo& peer) {
-  Fd socket = Fd::opened(
-      [] { return ::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0); });
-  sockaddr_un address{};
-  address.sun_family = AF_UNIX;
-  std::memcpy(address.sun_path, peer.address.data(), peer.address.size());
-  const auto length = static_cast<socklen_t>(
-      offsetof(sockaddr_un, sun_path) + peer.address.size());
-  CHECK_EQ(
-      connect(socket.get(), reinterpret_cast<sockaddr*>(&address), length), 0);
-  return socket;
-}
-
 // Null when the listener's queue is full.
-Fd try_connect(const PeerInfo& peer) {
-  Fd socket = Fd::opened([] {
-    return ::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+Fd try_connect(const PeerInfo& peer, int type = SOCK_NONBLOCK) {
+  Fd socket = Fd::opened([type] {
+    return ::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | type, 0);
   });
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
@@ -81,12 +67,10 @@ Fd try_connect(const PeerInfo& peer) {
   return socket;
 }
 
-size_t open_files() {
-  size_t n = 0;
-  for (int fd = 0; fd < 4096; ++fd) {
-    n += fcntl(fd, F_GETFD) >= 0;
-  }
-  return n;
+Fd connect_to(const PeerInfo& peer) {
+  Fd socket = try_connect(peer, 0);
+  CHECK(static_cast<bool>(socket));
+  return socket;
 }
 
 void say(

@@ -11,9 +11,10 @@
 
 #include "check.hpp"
 #include "compress/select.hpp"
-#include "kernels/kernels.hpp"
+#include "kernels_reference.hpp"
 
 using namespace fusedpg;
+using namespace fusedpg::test;
 using kernels::Compensation;
 
 namespace {
@@ -153,11 +154,7 @@ std::vector<unsigned char> everything(
 
 TEST(compression_is_the_same_on_every_instruction_set) {
   const kernels::CompressTable& best = kernels::table()->compress;
-  for (const char* name : {"x86-64-v2", "avx2", "avx512", "neon", "scalar"}) {
-    const kernels::Table* other = kernels::table(name);
-    if (other == nullptr) {
-      continue;
-    }
+  for (const kernels::Table* other : tables()) {
     for (const size_t n : {0, 1, 7, 8, 15, 16, 17, 1023, 1024, 1025, 5000}) {
       for (int kind = 0; kind < 7; ++kind) {
         const auto grad = numbers(n, static_cast<uint32_t>(n + 1), kind);
@@ -184,11 +181,7 @@ TEST(large_results_are_those_of_their_parts) {
   for (size_t i = 0; i < kCount; ++i) {
     codes[i] = static_cast<uint8_t>(i * 167 + i / 251);
   }
-  for (const char* name : {"x86-64-v2", "avx2", "avx512", "neon", "scalar"}) {
-    const kernels::Table* found = kernels::table(name);
-    if (found == nullptr) {
-      continue;
-    }
+  for (const kernels::Table* found : tables()) {
     const kernels::CompressTable& t = found->compress;
     const auto same = [&](auto decode) {
       std::vector<float> whole(kCount + 8, 9.0F);
@@ -270,11 +263,7 @@ TEST(top_k_is_that_of_a_sort) {
 
 TEST(above_keeps_to_its_capacity) {
   const std::vector<float> grad(100, 1);
-  for (const char* isa : {"avx512", "avx2", "x86-64-v2", "neon", "scalar"}) {
-    const kernels::Table* table = kernels::table(isa);
-    if (table == nullptr) {
-      continue; // not of this CPU or build
-    }
+  for (const kernels::Table* table : tables()) {
     std::vector<uint32_t> indices(10, 77);
     std::vector<float> values(10, 77);
     const size_t found = table->compress.collect(

@@ -63,23 +63,20 @@ void add_by_hosts(Training& training, const Layout& layout, DType type) {
     }
     return sums;
   };
-  training.sum =
-      [layout, type](
-          const Grads& grads, bool mean, const std::vector<double>& share) {
-        ReduceArgs args = sum_of(type);
-        args.divisor = static_cast<int64_t>(grads.size());
-        args.reciprocal = true;
-        args.weights = share.empty() ? nullptr : share.data();
-        args.op = !share.empty() ? RedOp::kPremulSum
-            : mean               ? RedOp::kAvg
-                                 : RedOp::kSum;
-        std::vector<const void*> srcs;
-        for (const Bytes& grad : grads) {
-          srcs.push_back(grad.data());
-        }
-        return hosts_reference(
-            args, layout, srcs, grads[0].size() / dtype_size(type));
-      };
+  training.sum = [layout, type](
+                     const Grads& grads,
+                     bool mean,
+                     const std::vector<double>& share) {
+    ReduceArgs args = sum_of(type);
+    args.divisor = static_cast<int64_t>(grads.size());
+    args.reciprocal = true;
+    args.weights = share.empty() ? nullptr : share.data();
+    args.op = !share.empty() ? RedOp::kPremulSum
+        : mean               ? RedOp::kAvg
+                             : RedOp::kSum;
+    return hosts_reference(
+        args, layout, pointers_to(grads), grads[0].size() / dtype_size(type));
+  };
 }
 
 void train(Group& g, HostsWay& way, NetContext& ctx, const Layout& layout) {

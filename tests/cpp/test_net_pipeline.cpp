@@ -20,9 +20,7 @@ struct Inputs {
     for (int p = 0; p < size; ++p) {
       all.push_back(values(type, count, seed + static_cast<uint64_t>(p)));
     }
-    for (const Bytes& one : all) {
-      srcs.push_back(one.data());
-    }
+    srcs = pointers_to(all);
   }
 };
 
@@ -297,17 +295,14 @@ TEST(net_pipeline_skips_with_the_same_bits) {
       for (const size_t percent : {0, 20, 100}) {
         const size_t count = 40001, block = 100;
         std::vector<Bytes> all;
-        std::vector<const void*> srcs;
         for (int p = 0; p < size; ++p) {
           all.push_back(values_in_blocks(type, count, 5 + p, block, percent));
-        }
-        for (const Bytes& one : all) {
-          srcs.push_back(one.data());
         }
         ReduceArgs args = sum_of(type);
         args.op = percent == 20 ? RedOp::kAvg : RedOp::kSum;
         args.divisor = size;
-        const Bytes wanted = hosts_reference(args, layout, srcs, count);
+        const Bytes wanted =
+            hosts_reference(args, layout, pointers_to(all), count);
         on_hosts(layout, [&](int rank, NetContext& ctx) {
           Bytes mine = all[rank];
           HostsWay way(ctx);

@@ -29,14 +29,20 @@ uint64_t shape_of(Buffers tensors) {
   return facts(sum_call(OpCode::kAllReduce, sum_of(), tensors)).shape_hash;
 }
 
-void check_net(int size, const NetCase& c) {
-  std::vector<Bytes> all;
-  std::vector<const void*> srcs;
-  for (int p = 0; p < size; ++p) {
-    all.push_back(contribution(c, p));
-    srcs.push_back(all.back().data());
+// Of all ranks, and their sum.
+struct Contributions {
+  Contributions(int size, const NetCase& c) {
+    for (int p = 0; p < size; ++p) {
+      all.push_back(contribution(c, p));
+    }
+    sum = reference(sum_of(c.dtype), pointers_to(all), c.count);
   }
-  const Bytes wanted = reference(sum_of(c.dtype), srcs, c.count);
+  std::vector<Bytes> all;
+  Bytes sum;
+};
+
+void check_net(int size, const NetCase& c) {
+  const Contributions given(size, c);
   const size_t blocks = (c.count + c.block - 1) / c.block;
   const auto present = [&](const Bytes& x) {
     std::vector<uint64_t> bits(blocks / 64 + 1);
@@ -46,12 +52,12 @@ void check_net(int size, const NetCase& c) {
   };
   std::vector<OpStats> stats(static_cast<size_t>(size));
   on_wire(size, [&](int rank, NetContext& ctx) {
-    Bytes mine = all[static_cast<size_t>(rank)];
+    Bytes mine = given.all[static_cast<size_t>(rank)];
     HostsWay way(ctx);
     sparse_all_reduce(
         way, {{mine.data(), c.count}}, sum_of(c.dtype), {c.block});
     stats[static_cast<size_t>(rank)] = ctx.moved;
-    CHECK(mine == wanted);
+    CHECK(mine == given.sum);
   });
   // All that is sent is received.
   uint64_t sent = 0, received = 0, here = 0;
@@ -60,7 +66,7 @@ void check_net(int size, const NetCase& c) {
     sent += s.bytes_sent;
     received += s.bytes_received;
     uint64_t ones = 0;
-    for (const uint64_t word : present(all[static_cast<size_t>(p)])) {
+    for (const uint64_t word : present(given.all[static_cast<size_t>(p)])) {
       ones += static_cast<uint64_t>(__builtin_popcountll(word));
     }
     CHECK_EQ(s.blocks_present, ones);
@@ -123,7 +129,6 @@ TEST(net_skip_signed_zeros) {
       const size_t element = dtype_size(type);
       // Block b is rank b's alone: a number, and -0 after it.
       std::vector<Bytes> all;
-      std::vector<const void*> srcs;
       for (int p = 0; p < size; ++p) {
         all.emplace_back(kCount * element);
         uint8_t* block = all.back().data() + p * kBlock * element;
@@ -132,11 +137,9 @@ TEST(net_skip_signed_zeros) {
           block[(i + 1) * element - 1] = 0x80;
         }
       }
-      for (const Bytes& one : all) {
-        srcs.push_back(one.data());
-      }
       const ReduceArgs args = sum_of(type);
-      const Bytes wanted = hosts_reference(args, layout, srcs, kCount);
+      const Bytes wanted =
+          hosts_reference(args, layout, pointers_to(all), kCount);
       CHECK_EQ(wanted[2 * element - 1], 0); // 0 + -0
       on_hosts(layout, [&](int rank, NetContext& ctx) {
         Bytes mine = all[rank];
@@ -155,18 +158,12 @@ TEST(net_skip_reduce_scatter) {
     for (const size_t count : {0, 31, 70001}) {
       for (const size_t percent : {0, 1, 30, 100}) {
         const NetCase c{DType::kFloat32, count, 100, percent, 7 + count};
-        std::vector<Bytes> all;
-        std::vector<const void*> srcs;
-        for (int p = 0; p < size; ++p) {
-          all.push_back(contribution(c, p));
-          srcs.push_back(all.back().data());
-        }
-        const Bytes sum = reference(sum_of(c.dtype), srcs, count);
+        const Contributions given(size, c);
         std::vector<OpStats> whole(size), half(size);
         on_wire(size, [&](int rank, NetContext& ctx) {
-          Bytes mine = all[rank];
+          Bytes mine = given.all[rank];
           for (const bool gives : {true, false}) {
-            mine = all[rank];
+            mine = given.all[rank];
             Plan plan = in_place(
                 ctx.kernels,
                 size,
@@ -181,11 +178,11 @@ TEST(net_skip_reduce_scatter) {
             way.run(plan, d);
             (gives ? whole : half)[rank] = std::exchange(ctx.moved, {});
           }
-          Bytes wanted = all[rank];
+          Bytes wanted = given.all[rank];
           const ShardRange own =
               shard_range(static_cast<int64_t>(count), size, rank);
           std::copy_n(
-              sum.begin() + own.offset * 4,
+              given.sum.begin() + own.offset * 4,
               own.length * 4,
               wanted.begin() + own.offset * 4);
           CHECK(mine == wanted);
@@ -212,21 +209,14 @@ TEST(net_skip_reduce_scatter) {
 TEST(net_skip_probes) {
   for (const size_t percent : {0, 10, 100}) {
     const NetCase c{DType::kFloat32, 1000000, 100, percent};
-    std::vector<Bytes> all;
-    for (int p = 0; p < 3; ++p) {
-      all.push_back(contribution(c, p));
-    }
-    const Bytes wanted = reference(
-        sum_of(c.dtype),
-        {all[0].data(), all[1].data(), all[2].data()},
-        c.count);
+    const Contributions given(3, c);
     on_wire(3, [&](int rank, NetContext& ctx) {
       ctx.skip.mode = BlockSkip::kAuto;
       ctx.skip.block = c.block;
-      Bytes mine = contribution(c, rank);
+      Bytes mine = given.all[rank];
       HostsWay way(ctx);
       all_reduce(way, {{mine.data(), c.count}}, sum_of(c.dtype));
-      CHECK(mine == wanted);
+      CHECK(mine == given.sum);
       const auto next = ctx.skip.estimates.choose(
           shape_of(single({mine.data(), c.count})), c.dtype);
       CHECK((next == DensityEstimates::Choice::kSkip) == (percent != 100));
@@ -237,20 +227,18 @@ TEST(net_skip_probes) {
 // "on" skips whatever it finds, and ranks hear the share for the next time.
 TEST(net_skip_as_the_group_says) {
   const NetCase c{DType::kFloat32, 100000, 100, 100};
-  std::vector<Bytes> all{contribution(c, 0), contribution(c, 1)};
-  const Bytes wanted =
-      reference(sum_of(c.dtype), {all[0].data(), all[1].data()}, c.count);
+  const Contributions given(2, c);
   for (const BlockSkip mode : {BlockSkip::kOn, BlockSkip::kAuto}) {
     on_wire(2, [&](int rank, NetContext& ctx) {
       ctx.skip.mode = mode;
       ctx.skip.block = c.block;
-      Bytes mine = all[rank];
+      Bytes mine = given.all[rank];
       const std::vector<Buffer> tensors{{mine.data(), c.count}};
       // As if earlier ones had been sparse.
       ctx.skip.estimates.observe(shape_of(tensors), c.dtype, 0, 1);
       HostsWay way(ctx);
       all_reduce(way, tensors, sum_of(c.dtype));
-      CHECK(mine == wanted);
+      CHECK(mine == given.sum);
       const OpStats stats = ctx.stats.of(OpCode::kAllReduce);
       CHECK_EQ(stats.calls[size_t(DataPath::kSkipping)], 1u);
       CHECK_EQ(stats.blocks_union, c.count / c.block);

@@ -179,7 +179,6 @@ TEST(sparse_lists_of_tensors) {
       std::vector<Bytes> wanted;
       for (size_t t = 0; t < std::size(counts); ++t) {
         std::vector<Bytes> all;
-        std::vector<const void*> srcs;
         for (int p = 0; p < g.size; ++p) {
           all.push_back(sparse_values(
               DType::kFloat32,
@@ -190,9 +189,8 @@ TEST(sparse_lists_of_tensors) {
               p,
               g.size,
               seed + 10 * t));
-          srcs.push_back(all.back().data());
         }
-        wanted.push_back(reference(sum_of(), srcs, counts[t]));
+        wanted.push_back(reference(sum_of(), pointers_to(all), counts[t]));
         buffers.push_back(placed(g, place, counts[t] * 4, static_cast<int>(t)));
         buffers[t].assign(all[static_cast<size_t>(g.rank)].data());
         tensors.push_back({buffers[t].data(), counts[t]});
@@ -234,7 +232,6 @@ TEST(sparse_threshold_keeps_the_rest) {
         // What each rank has: input + residual; what it sends: its blocks
         // above.
         std::vector<Bytes> sent;
-        std::vector<const void*> srcs;
         for (int p = 0; p < g.size; ++p) {
           const Bytes x = input(p, turn);
           Bytes sum =
@@ -251,15 +248,14 @@ TEST(sparse_threshold_keeps_the_rest) {
           }
           sent.push_back(sum);
         }
-        for (const Bytes& s : sent) {
-          srcs.push_back(s.data());
-        }
         t.assign(input(g.rank, turn).data());
         g.run([&](Context& ctx) {
           SkipOptions options{kBlock, .01, residual.data()};
           sparse_all_reduce(ctx, {{t.data(), kCount}}, sum_of(dtype), options);
         });
-        CHECK(t.holds(reference(sum_of(dtype), srcs, kCount).data()));
+        const Bytes wanted =
+            reference(sum_of(dtype), pointers_to(sent), kCount);
+        CHECK(t.holds(wanted.data()));
         CHECK(residual == residuals[static_cast<size_t>(g.rank)]);
       }
     });
@@ -346,17 +342,15 @@ TEST(sparse_by_option) {
   const auto run = [](Group& g, size_t count, double density) {
     const uint64_t seed = g.sequence;
     std::vector<Bytes> all;
-    std::vector<const void*> srcs;
     for (int p = 0; p < g.size; ++p) {
       all.push_back(sparse_values(
           DType::kFloat32, count, 128, density, Overlap::kRandom, p, 2, seed));
-      srcs.push_back(all.back().data());
     }
     PlacedMemory b(g.engine.domain(), count * 4, true);
     b.assign(all[static_cast<size_t>(g.rank)].data());
     g.run(
         [&](Context& ctx) { all_reduce(ctx, {{b.data(), count}}, sum_of()); });
-    CHECK(b.holds(reference(sum_of(), srcs, count).data()));
+    CHECK(b.holds(reference(sum_of(), pointers_to(all), count).data()));
   };
   const auto skipped = [](Group& g) {
     return g.stats.of(OpCode::kAllReduce).calls[size_t(DataPath::kSkipping)];
