@@ -268,7 +268,7 @@ NcclResult Comm::launch_ring(
     cuda::RingUpdate ring = *update;
     const cuda::RingMode mode =
         gathers ? cuda::RingMode::kUpdate : cuda::RingMode::kMoments;
-    const bool valid = ring.mode == mode && ring.skip_block == 0 &&
+    const bool valid = ring.mode == mode &&
         ring.update.chunk.block == c.count && ring.update.grads == part.dst &&
         ring.update.params_out == part.dst;
     if (!valid) {

@@ -104,14 +104,10 @@ FUSEDPG_FAKE_EXPORT NcclResult ncclFusedpgReduceScatterUpdate(
     size_t count,
     NcclDataType type,
     const void* update,
-    size_t skip_bytes,
     int how,
     NcclComm handle,
     NcclStream stream) {
   return with_comm("ncclFusedpgReduceScatterUpdate", handle, [&](Comm& comm) {
-    if (skip_bytes != 0) {
-      return kNcclInvalidArgument; // the engine does not use it
-    }
     // FUSEDPG_FAKE_PROTOCOLS: of those that NCCL has, as bits.
     const int64_t protocols = from_environment("FUSEDPG_FAKE_PROTOCOLS", 7);
     const int protocol = how / 2 - 1;
