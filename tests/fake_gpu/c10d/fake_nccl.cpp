@@ -358,10 +358,6 @@ class FakeNccl : public c10d::Backend {
 
  private:
   using Launch = std::function<cuda::NcclResult(cuda::NcclComm, cuda::Stream)>;
-  struct Channel {
-    cuda::NcclComm comm;
-    c10::Stream stream;
-  };
 
   cuda::NcclComm connect(const std::string& key, int rank, int size) {
     CommId id{};
@@ -391,11 +387,8 @@ class FakeNccl : public c10d::Backend {
       for (int high = low + 1; high < getSize(); ++high) {
         if (low == getRank() || high == getRank()) {
           const std::string key = c10::str(low, ":", high);
-          pairs_.emplace(
-              low == getRank() ? high : low,
-              Channel{
-                  connect(key, high == getRank(), 2),
-                  stream_of(device, new_stream(device.index()))});
+          pairs_[low == getRank() ? high : low] =
+              connect(key, high == getRank(), 2);
         }
       }
     }
@@ -425,8 +418,8 @@ class FakeNccl : public c10d::Backend {
   }
 
   Result point_to_point(const at::Tensor& t, int peer, int sender) {
+    TORCH_CHECK(coalescing_, "no test sends outside of a group");
     if (peer != getRank()) {
-      // Who sends is known on both sides: calls that do not meet hang.
       const int root = sender == std::min(peer, getRank()) ? 0 : 1;
       void* data = t.data_ptr();
       const Collective c{
@@ -436,7 +429,6 @@ class FakeNccl : public c10d::Backend {
       };
       return call("ncclSend", t, t, true, launch, peer, sender);
     }
-    TORCH_CHECK(coalescing_, "with this rank it hangs outside a group");
     if (sender == getRank() && !mailbox_.defined()) {
       mailbox_ = t; // sent before it is received, in tests
       return nullptr;
@@ -459,17 +451,13 @@ class FakeNccl : public c10d::Backend {
     const c10::Device device = to.device();
     connect(device);
     const c10::Stream now = current_stream(device);
-    // In a group, messages are the group's communicator's.
-    const bool alone = peer >= 0 && !coalescing_;
-    const c10::Stream stream = alone ? pairs_.at(peer).stream
-        : async                      ? *stream_
-                                     : now;
+    const c10::Stream stream = async ? *stream_ : now;
     if (async) {
       link(now, stream);
     }
-    const cuda::NcclComm comm = peer >= 0 ? pairs_.at(peer).comm : group_;
+    const cuda::NcclComm comm = peer >= 0 ? pairs_.at(peer) : group_;
     const auto launch = [=, this] {
-      const bool ordered = !alone &&
+      const bool ordered =
           !c10::impl::VirtualGuardImpl(c10::kCUDA).isStreamCapturing(stream);
       if (ordered) {
         last_.block(stream); // a communicator's operations have an order
@@ -507,13 +495,13 @@ class FakeNccl : public c10d::Backend {
         std::vector<c10::Device>{device});
     work->future->markCompleted(c10::IValue(Tensors{to}));
     guard.exchangeStream(now);
-    return async && !(coalescing_ && peer >= 0) ? Result(work) : Result();
+    return async && peer < 0 ? Result(work) : Result();
   }
 
   const c10::intrusive_ptr<c10d::Store> store_;
   std::vector<cuda::NcclComm> comms_;
   cuda::NcclComm group_ = nullptr;
-  std::map<int, Channel> pairs_; // by the other rank
+  std::map<int, cuda::NcclComm> pairs_; // by the other rank
   std::optional<c10::Stream> stream_;
   c10::Event last_{c10::kCUDA};
   bool coalescing_ = false;
