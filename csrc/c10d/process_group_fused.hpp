@@ -81,7 +81,7 @@ class ProcessGroupFused : public Forwarding<c10d::Backend, ProcessGroupFused> {
   WorkPtr fused_step_(StepArguments arguments, bool async_op);
   WorkPtr reduce_shards_(ShardsArguments arguments, bool async_op);
   WorkPtr fused_program_(ProgramArguments arguments, bool async_op);
-  // See CudaGroup.
+  // See CudaRoute.
   int program_architecture(const at::Tensor& tensor) {
     return cuda_->program_architecture(tensor);
   }
@@ -153,7 +153,7 @@ class ProcessGroupFused : public Forwarding<c10d::Backend, ProcessGroupFused> {
   void shutdown_at_exit(const std::string& exit);
   GroupInfo info();
   void name_recorded();
-  // --- what torch's ProcessGroupNCCL has, for tensors on GPUs; see CudaGroup
+  // --- what torch's ProcessGroupNCCL has, for tensors on GPUs; see CudaRoute
   c10::intrusive_ptr<c10d::Backend> delegate() {
     return cuda_->delegate();
   }

@@ -19,6 +19,51 @@ namespace fusedpg::cuda {
 class LoadedProgram;
 struct Task;
 
+// What kernels of an engine may use. Where the GPU has not come to an end it
+// outlives the engine.
+struct UsedByKernels {
+  // Memory that both streams' work alternates between.
+  struct Wire {
+    DeviceMemory grads[2];
+    DeviceMemory params[2];
+    size_t grad_bytes = 0;
+    size_t param_bytes = 0;
+  };
+  struct Events {
+    OwnedEvent begin, proposed, agreed, summed, gathered_sums;
+    OwnedEvent packed[2], reduced[2], updated[2], gathered[2];
+  };
+  // A layout with its arrays in device memory, for all calls of the same
+  // counts.
+  struct DeviceLayout {
+    Layout layout;
+    DeviceMemory memory; // null until an operation needs it
+    const ShardPiece* pieces = nullptr;
+    const Tile* tiles = nullptr;
+    const uint32_t* tile_list = nullptr;
+    const uint32_t* tile_begin = nullptr;
+    const uint32_t* piece_list = nullptr;
+    const uint32_t* piece_begin = nullptr;
+  };
+
+  OwnedStream
+      memory_stream_; // never captured: of allocations, which it outlives
+  Wire wire_;
+  std::vector<DeviceMemory> retired_; // that captured graphs may still use
+  std::map<std::vector<size_t>, std::unique_ptr<DeviceLayout>> layouts_;
+  std::vector<std::shared_ptr<Slot>> slots_;
+  std::vector<std::shared_ptr<Slot>> captured_slots_; // graphs use them
+  // Whose kernels run, or are in graphs: a module must not go before them.
+  std::set<std::shared_ptr<const LoadedProgram>> programs_;
+  // That have failed, but whose kernels may still use their tensors.
+  std::deque<std::shared_ptr<Operation>> abandoned_;
+  HostMemory flags_memory_;
+  DeviceMemory arena_; // of the carrier, symmetric; null: none
+  Events events_;
+  OwnedStream compute_;
+  OwnedStream wire_stream_;
+};
+
 // The CUDA engine of one rank of a group: fused operations, whose data a Carrier
 // moves.
 //
@@ -36,7 +81,7 @@ struct Task;
 // rank are the carrier's: torch's watchdog ends the process.
 //
 // Thread-safe.
-class CudaEngine {
+class CudaEngine : private UsedByKernels {
  public:
   // Throws if another rank of the machine is known to be dead or gone; `what`
   // is what this one waits for. May be null.
@@ -155,30 +200,6 @@ class CudaEngine {
  private:
   friend class Run;
 
-  // Memory that both streams' work alternates between.
-  struct Wire {
-    DeviceMemory grads[2];
-    DeviceMemory params[2];
-    size_t grad_bytes = 0;
-    size_t param_bytes = 0;
-  };
-  struct Events {
-    OwnedEvent begin, proposed, agreed, summed, gathered_sums;
-    OwnedEvent packed[2], reduced[2], updated[2], gathered[2];
-  };
-  // A layout with its arrays in device memory, for all calls of the same
-  // counts.
-  struct DeviceLayout {
-    Layout layout;
-    DeviceMemory memory; // null until an operation needs it
-    const ShardPiece* pieces = nullptr;
-    const Tile* tiles = nullptr;
-    const uint32_t* tile_list = nullptr;
-    const uint32_t* tile_begin = nullptr;
-    const uint32_t* piece_list = nullptr;
-    const uint32_t* piece_begin = nullptr;
-  };
-
   // --- engine.cpp
   OperationPtr submit(const Task& task, const Submission& submission);
   // Blocks until `event`, behind which all ranks are known to agree about the
@@ -213,7 +234,6 @@ class CudaEngine {
       const OpDescriptor& facts,
       const std::string& summary);
   bool wait_quiet(const Deadline& deadline) const;
-  struct Remains;
   void bury();
 
   // --- peers.cpp
@@ -315,41 +335,26 @@ class CudaEngine {
 
   std::unique_ptr<Carrier> carrier_; // null for one rank
   NcclComm comm_ = nullptr; // the carrier's, where NCCL itself is needed
-  OwnedStream compute_;
-  OwnedStream wire_stream_;
-  OwnedStream memory_stream_; // never captured: of allocations
-  Events events_;
   // What the host and running kernels tell each other.
   struct Flags {
     uint64_t mismatch = 0; // the operation that ranks disagree about
     uint64_t late = 0; // the first one whose kernel has not met the others
     uint64_t stop = 0; // kernels must not wait for other ranks any more
   };
-  HostMemory flags_memory_;
   Flags* flags_ = nullptr;
-  DeviceMemory arena_; // of the carrier, symmetric; null: none
   size_t arena_bytes_ = 0; // for tensors; DirectRoom follows
   std::optional<PeerAccess> peers_; // set: there is the direct path
 
   std::mutex mutex_; // of what enqueuing an operation uses
   uint64_t sequence_ = 0;
-  Wire wire_;
-  std::vector<DeviceMemory> retired_; // that captured graphs may still use
   std::atomic<bool> ever_captured_{false};
-  std::map<std::vector<size_t>, std::unique_ptr<DeviceLayout>> layouts_;
-  std::vector<std::shared_ptr<Slot>> slots_;
-  std::vector<std::shared_ptr<Slot>> captured_slots_; // graphs use them
   // Of operations that all ranks are known to have called with these facts.
   std::set<uint64_t> known_;
-  // Whose kernels run, or are in graphs: a module must not go before them.
-  std::set<std::shared_ptr<const LoadedProgram>> programs_;
   OperationPtr last_; // the latest operation that was not captured ...
   OperationPtr last_captured_; // ... and that was
 
-  std::mutex running_mutex_; // of what follows
+  std::mutex running_mutex_; // of what follows, and of abandoned_
   std::deque<OperationPtr> in_flight_; // the last may be being enqueued
-  // That have failed, but whose kernels may still use their tensors.
-  std::deque<OperationPtr> abandoned_;
   Clock::time_point next_look_; // at the other ranks
   bool closed_ = false;
   std::atomic<bool> failed_{false};

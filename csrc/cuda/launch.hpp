@@ -238,7 +238,6 @@ constexpr uint32_t kProgramTile = 1024;
 // while it passes by. Lies in device memory.
 constexpr uint32_t kRingChannels = 64; // at most
 enum class RingMode : uint32_t {
-  kSum, // nothing: a reduce-scatter and all-gather
   kUpdate, // the update; the parameters go on
   kMoments, // LAMB's first half; nothing goes on
 };
@@ -251,12 +250,6 @@ struct RingUpdate {
   // kMoments: sums of squares of parameters and directions, added to
   // sums[2 * (piece * kRingChannels + channel)] and the next.
   double* sums;
-  // Blocks of `skip_block` elements that travel, in ascending order: those of
-  // rank r's block on the wire are present[first[r]] ... [first[r + 1] - 1].
-  // 0: all of it.
-  const uint32_t* present;
-  const uint32_t* first;
-  uint64_t skip_block;
 };
 // `how` of ncclFusedpgReduceScatterUpdate.
 constexpr int kRingGathers = 1;
@@ -266,7 +259,7 @@ constexpr int ring_by(int protocol) {
 }
 // Changes with the call, and the meaning or the layout of what RingUpdate leads
 // to.
-constexpr uint64_t kRingAbi = (uint64_t(2) << 32) | sizeof(RingUpdate);
+constexpr uint64_t kRingAbi = (uint64_t(3) << 32) | sizeof(RingUpdate);
 
 // Blocks meet the other ranks' blocks of their number, so all ranks start as
 // many, whatever their GPUs are.

@@ -73,7 +73,6 @@ struct NcclApi {
       size_t count, // of a rank's part
       NcclDataType type,
       const void* update, // RingUpdate in device memory
-      size_t skip_bytes,
       int how, // kRingGathers, ring_by(protocol)
       NcclComm comm,
       NcclStream stream) = nullptr;

@@ -226,7 +226,6 @@ bool CudaEngine::ring_works(
             c.part,
             nccl_type(c.type),
             &there->ring,
-            0,
             how,
             comm,
             stream);

@@ -141,7 +141,6 @@ void Run::ring(size_t t) {
         chunks()[t].block,
         nccl_type(task_.param_type),
         device<RingUpdate>(rings_) + t,
-        0,
         lamb_ ? 0 : kRingGathers,
         comm,
         wire_);

@@ -184,23 +184,6 @@ void CudaEngine::close(milliseconds patience) {
   }
 }
 
-// What kernels may use.
-struct CudaEngine::Remains {
-  OwnedStream memory_stream; // outlives the memory
-  Wire wire;
-  std::vector<DeviceMemory> retired;
-  std::map<std::vector<size_t>, std::unique_ptr<DeviceLayout>> layouts;
-  std::vector<std::shared_ptr<Slot>> slots;
-  std::vector<std::shared_ptr<Slot>> captured_slots;
-  std::set<std::shared_ptr<const LoadedProgram>> programs;
-  std::deque<OperationPtr> abandoned;
-  HostMemory flags;
-  DeviceMemory arena;
-  Events events;
-  OwnedStream compute;
-  OwnedStream wire_stream;
-};
-
 void CudaEngine::leak(std::shared_ptr<const void> what) {
   static auto* mutex = new std::mutex;
   static auto* lost = new std::vector<std::shared_ptr<const void>>;
@@ -217,20 +200,8 @@ void CudaEngine::bury() {
   int before = 0;
   cuda_.get_device(&before);
   cuda_.set_device(device_);
-  const auto remains = std::make_shared<Remains>();
-  remains->wire = std::move(wire_);
-  remains->retired = std::move(retired_);
-  remains->layouts = std::move(layouts_);
-  remains->slots = std::move(slots_);
-  remains->captured_slots = std::move(captured_slots_);
-  remains->programs = std::move(programs_);
-  remains->abandoned = std::move(abandoned_);
-  remains->flags = std::move(flags_memory_);
-  remains->arena = std::move(arena_);
-  remains->events = std::move(events_);
-  remains->memory_stream = std::move(memory_stream_);
-  remains->compute = std::move(compute_);
-  remains->wire_stream = std::move(wire_stream_);
+  const auto remains = std::make_shared<UsedByKernels>(
+      std::move(*static_cast<UsedByKernels*>(this)));
   // The ring's call that was left behind launches on these streams.
   if (!quiet_ || (left_behind_ && ring_)) {
     leak(remains);
@@ -238,7 +209,7 @@ void CudaEngine::bury() {
     // Graphs may hold kernels for longer. Where ranks share them, whoever ends the
     // carrier keeps the engine until its communicator has seen them go; of graphs
     // of one rank nobody says when they go.
-    for (const auto& program : remains->programs) {
+    for (const auto& program : remains->programs_) {
       if (size_ == 1) {
         leak(program);
       }

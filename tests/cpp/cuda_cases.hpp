@@ -218,24 +218,30 @@ inline void finish(const OperationPtr& op, milliseconds within = kLong) {
   }
 }
 
-// Device memory: of its own, or a part of somebody's arena. With a canary.
+// Device memory: of its own, or a part of somebody's arena; `shift` bytes behind
+// an aligned address. With canaries on both sides.
 class GpuBuffer {
  public:
-  explicit GpuBuffer(size_t bytes, char* place = nullptr)
+  explicit GpuBuffer(size_t bytes, char* place = nullptr, size_t shift = 0)
       : data_(place),
-        bytes_(bytes) {
+        bytes_(bytes),
+        shift_(shift) {
     if (place == nullptr) {
-      own_ = cuda::allocate_device(gpu(), bytes + kCanary);
+      own_ = cuda::allocate_device(gpu(), room(bytes, shift));
       data_ = static_cast<char*>(own_.get());
     }
-    std::memset(data_, kPattern, bytes + kCanary);
+    std::memset(data_, kPattern, room(bytes, shift));
+    data_ += shift;
   }
   GpuBuffer(GpuBuffer&&) = default;
   ~GpuBuffer() {
-    const char* end = data_ + bytes_;
-    CHECK(data_ == nullptr || std::all_of(end, end + kCanary, [](char c) {
-            return c == kPattern;
-          }));
+    const auto intact = [](const char* begin, size_t bytes) {
+      return std::all_of(
+          begin, begin + bytes, [](char c) { return c == kPattern; });
+    };
+    CHECK(
+        data_ == nullptr ||
+        (intact(data_ - shift_, shift_) && intact(data_ + bytes_, kCanary)));
     // After a failure kernels may still be on their way to it. Whoever calls
     // the engine has it keep tensors until they have ended.
     if (current_rank() != nullptr && current_rank()->engine.failed()) {
@@ -243,6 +249,10 @@ class GpuBuffer {
     }
   }
 
+  // What it takes of its place.
+  static size_t room(size_t bytes, size_t shift) {
+    return shift + bytes + kCanary;
+  }
   char* data() const {
     return data_;
   }
@@ -269,6 +279,7 @@ class GpuBuffer {
   cuda::DeviceMemory own_;
   char* data_;
   size_t bytes_;
+  size_t shift_;
 };
 
 } // namespace fusedpg::test

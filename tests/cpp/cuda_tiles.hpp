@@ -36,41 +36,10 @@ class Array {
     }
   }
   void set(size_t i, double value) {
-    const auto narrow = static_cast<float>(value);
-    uint16_t half = 0;
-    switch (type_) {
-      case DType::kFloat64:
-        std::memcpy(pointer(i), &value, sizeof value);
-        return;
-      case DType::kFloat32:
-        std::memcpy(pointer(i), &narrow, sizeof narrow);
-        return;
-      case DType::kFloat16:
-        half = nearest_half(narrow);
-        break;
-      default:
-        half = nearest_bfloat(narrow);
-    }
-    std::memcpy(pointer(i), &half, sizeof half);
+    put_number(type_, pointer(), i, value);
   }
   double get(size_t i) const {
-    double wide = 0;
-    float narrow = 0;
-    uint16_t half = 0;
-    switch (type_) {
-      case DType::kFloat64:
-        std::memcpy(&wide, pointer(i), sizeof wide);
-        return wide;
-      case DType::kFloat32:
-        std::memcpy(&narrow, pointer(i), sizeof narrow);
-        return narrow;
-      case DType::kFloat16:
-        std::memcpy(&half, pointer(i), sizeof half);
-        return half_value(half);
-      default:
-        std::memcpy(&half, pointer(i), sizeof half);
-        return bfloat_value(half);
-    }
+    return number(type_, pointer(), i);
   }
   // Array allocations are aligned to 16 bytes, and so is kGuard.
   char* pointer(size_t i = 0) const {

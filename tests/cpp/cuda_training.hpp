@@ -4,6 +4,7 @@
 #include <deque>
 #include <functional>
 #include <memory>
+#include <random>
 #include <vector>
 
 #include "base/ownership.hpp"
@@ -22,55 +23,41 @@ inline Recipe adam() {
 
 // --- arithmetic --------------------------------------------------------------
 
-inline double rounded(DType type, double x) {
-  switch (type) {
-    case DType::kFloat16:
-      return half_value(nearest_half(static_cast<float>(x)));
-    case DType::kBFloat16:
-      return bfloat_value(nearest_bfloat(static_cast<float>(x)));
-    case DType::kFloat32:
-      return static_cast<float>(x);
-    default:
-      return x;
-  }
-}
-
 // x times a factor, both in the compute type.
 inline double scaled(DType type, double x, double factor) {
   const DType compute = type == kDouble ? kDouble : kSingle;
   return rounded(type, rounded(compute, x * rounded(compute, factor)));
 }
 
-inline void put_number(DType type, void* data, size_t i, double x) {
-  switch (type) {
-    case DType::kFloat16:
-      return fake_gpu::put_as(data, i, nearest_half(static_cast<float>(x)));
-    case DType::kBFloat16:
-      return fake_gpu::put_as(data, i, nearest_bfloat(static_cast<float>(x)));
-    case DType::kFloat32:
-      return fake_gpu::put_as(data, i, static_cast<float>(x));
-    default:
-      return fake_gpu::put_as(data, i, x);
-  }
-}
-
 // --- training ----------------------------------------------------------------
+
+// Where tensors are laid.
+struct Places {
+  char* arena =
+      nullptr; // each rank's at other offsets; null: memory of its own
+  bool alike = false; // at the same offsets
+  uint32_t shifts = 0; // seed of unaligned addresses; 0: all are aligned
+
+  Places(char* arena = nullptr) : arena(arena) {} // NOLINT: a place is one
+};
 
 class GpuTraining {
  public:
-  // `arena`: where tensors are laid, each rank's at other offsets; null: in
-  // memory of their own.
   GpuTraining(
       GpuRank& r,
       const Recipe& recipe,
       const StepTypes& types,
       const std::vector<size_t>& counts,
-      char* arena = nullptr)
+      const Places& places = {})
       : r_(r),
         recipe_(recipe),
         types_(types),
         counts_(counts),
-        arena_(arena ? arena + 512 * r.rank : nullptr),
+        arena_(
+            places.arena && !places.alike ? places.arena + 512 * r.rank
+                                          : places.arena),
+        shifts_(places.shifts),
+        shift_(places.shifts + (places.alike ? 0 : uint32_t(r.rank))),
         memory_(std::make_shared<Memory>(counts.size())) {
     wire = r.wire_sums;
     call.op = recipe.op;
@@ -215,6 +202,8 @@ class GpuTraining {
   StepCall call;
   // Whether a rank uses a tensor; empty: no flags.
   std::function<bool(int rank, size_t tensor)> uses;
+  // What is made of the gradients that are drawn; empty: nothing.
+  std::function<void(Bytes& gradient, uint64_t seed)> change;
   std::vector<double> weights; // by rank; empty: none
   bool direct = false; // sums are not rounded to the gradients' type ...
   bool wire; // ... nor are others of half types, but with half_sums="wire"
@@ -237,12 +226,15 @@ class GpuTraining {
     explicit Memory(size_t tensors) : used(tensors) {}
   };
 
-  char* place(size_t bytes) {
-    char* at = arena_;
-    if (arena_ != nullptr) {
-      arena_ += (bytes + 32 + 511) / 512 * 512;
+  GpuBuffer buffer(DType type, size_t count, bool in_arena = false) {
+    const size_t size = dtype_size(type);
+    const size_t shift =
+        shifts_ == 0 || shift_() % 2 == 0 ? 0 : size * (shift_() % 5);
+    char* at = in_arena ? arena_ : nullptr;
+    if (at != nullptr) {
+      arena_ += (GpuBuffer::room(count * size, shift) + 511) / 512 * 512;
     }
-    return at;
+    return GpuBuffer(count * size, at, shift);
   }
 
   void add(size_t t) {
@@ -258,11 +250,10 @@ class GpuTraining {
     const size_t states = recipe_.sgd() ? (h.momentum != 0 ? 1 : 0)
         : h.amsgrad                     ? 3
                                         : 2;
-    const size_t gradient_bytes = n * dtype_size(types_.grad);
     Part part{
-        GpuBuffer(w.param.size(), place(w.param.size())),
-        GpuBuffer(gradient_bytes, place(gradient_bytes)),
-        GpuBuffer(length(t) * 4),
+        buffer(types_.param, n, true),
+        buffer(types_.grad, n, true),
+        buffer(kSingle, length(t)),
         {},
         GpuBuffer(4)};
     StepTensor tensor;
@@ -279,7 +270,7 @@ class GpuTraining {
       const size_t size = dtype_size(types_.state);
       // What SGD's buffers hold before the first step means nothing: a NaN.
       w.state[k].assign(n * size, h.first_step ? 0xff : 0);
-      part.state.emplace_back(length(t) * size);
+      part.state.push_back(buffer(types_.state, length(t)));
       part.state[k].assign(slice(w.state[k], t, size));
       tensor.state[k] = part.state[k].data();
     }
@@ -326,10 +317,13 @@ class GpuTraining {
     return any;
   }
   Bytes gradient(size_t t, int rank) const {
-    return values(
-        types_.grad,
-        counts_[t],
-        steps_ * 1000003 + t * 20 + static_cast<uint64_t>(rank));
+    const uint64_t seed =
+        steps_ * 1000003 + t * 20 + static_cast<uint64_t>(rank);
+    Bytes drawn = values(types_.grad, counts_[t], seed);
+    if (change) {
+      change(drawn, seed);
+    }
+    return drawn;
   }
   std::vector<Bytes> gradients(size_t t) const {
     std::vector<Bytes> all;
@@ -404,9 +398,7 @@ class GpuTraining {
           wanted.begin() + static_cast<ptrdiff_t>(offset(t) * size));
     }
     CHECK(memory_->outputs.empty() || memory_->parts[t].grad.holds(mine));
-    CHECK(
-        wanted.empty() ||
-        std::memcmp(output(t), wanted.data(), wanted.size()) == 0);
+    CHECK(same(types_.grad, output(t), wanted));
   }
 
   // What one process does with everybody's gradients.
@@ -445,8 +437,10 @@ class GpuTraining {
     const Part& part = memory_->parts[t];
     const Whole& w = wholes_[t];
     if (!recipe_.lamb()) {
-      CHECK(part.param.holds(w.param));
-      CHECK(!types_.master || part.master.holds(slice(w.master, t, 4)));
+      CHECK(same(types_.param, part.param.data(), w.param));
+      if (types_.master) {
+        CHECK(same(kSingle, part.master.data(), slice(w.master, t, 4)));
+      }
     } else {
       // Norms are sums in another order.
       CHECK(near(types_.param, part.param.data(), w.param));
@@ -455,10 +449,24 @@ class GpuTraining {
       }
     }
     for (size_t k = 0; k < part.state.size(); ++k) {
-      CHECK(
-          part.state[k].holds(slice(w.state[k], t, dtype_size(types_.state))));
+      CHECK(same(
+          types_.state,
+          part.state[k].data(),
+          slice(w.state[k], t, dtype_size(types_.state))));
     }
     CHECK_EQ(part.step.as<float>(), call.tensors[t].step ? w.step : 0.0F);
+  }
+  // Which of two NaNs an operation keeps is left to compilers.
+  static bool same(DType type, const char* got, const Bytes& wanted) {
+    const size_t size = dtype_size(type);
+    for (size_t i = 0; i < wanted.size() / size; ++i) {
+      if (std::memcmp(got + i * size, wanted.data() + i * size, size) != 0 &&
+          !(std::isnan(number(type, got, i)) &&
+            std::isnan(number(type, wanted.data(), i)))) {
+        return false;
+      }
+    }
+    return true;
   }
   static bool near(DType type, const char* got, const Bytes& wanted) {
     const double tolerance = type == kDouble ? 1e-13
@@ -480,6 +488,8 @@ class GpuTraining {
   const StepTypes types_;
   const std::vector<size_t> counts_;
   char* arena_;
+  const uint32_t shifts_;
+  std::mt19937 shift_;
   std::vector<Whole> wholes_;
   const std::shared_ptr<Memory> memory_;
   std::deque<Bytes> arrived_; // until they have

@@ -69,7 +69,7 @@ enum class Reach {
   kNever, // all wait for a rank that has gone
 };
 
-// Moves data by a communicator of the fake NCCL, for threads and processes. Its
+// Moves data by a communicator of the fake's, for threads and processes. Its
 // streams are late, and who does not wait for them finds a wrong number.
 class FakeCarrier final : public cuda::Carrier {
  public:
@@ -86,22 +86,18 @@ class FakeCarrier final : public cuda::Carrier {
         key_(key),
         reach_(reach) {
     const cuda::DeviceScope scope(fake_gpu::gpu(), rank);
-    fake::NcclUniqueId id;
+    fake::CommId id{};
+    const auto* bytes = reinterpret_cast<const char*>(&id);
     if (rank == 0) {
-      check("ncclGetUniqueId", fake_gpu::nccl().get_unique_id(&id));
-      store.set(key, std::string(id.internal, sizeof id.internal));
+      check("ncclGetUniqueId", hooks().make_id(&id));
+      store.set(key, std::string(bytes, sizeof id));
     }
     const std::string text = store.get(key, Deadline(kLong));
-    std::memcpy(id.internal, text.data(), sizeof id.internal);
-    check(
-        "ncclCommInitRankConfig",
-        fake_gpu::nccl().comm_init_rank_config(
-            &comm_, size, id, rank, nullptr));
+    std::memcpy(&id, text.data(), sizeof id);
+    check("ncclCommInitRankConfig", hooks().connect(&comm_, &id, rank, size));
   }
   ~FakeCarrier() override {
-    if (!aborted_.exchange(true)) {
-      fake_gpu::nccl().comm_destroy(comm_);
-    }
+    end(/*aborts=*/false);
   }
 
   void reduce_scatter(
@@ -111,35 +107,15 @@ class FakeCarrier final : public cuda::Carrier {
       DType type,
       RedOp op,
       cuda::Stream stream) override {
-    check(
-        "ncclReduceScatter",
-        fake_gpu::nccl().reduce_scatter(
-            from,
-            to,
-            count,
-            type == DType::kFloat64     ? cuda::kNcclFloat64
-                : type == DType::kInt32 ? cuda::kNcclInt32
-                : type == DType::kInt64 ? cuda::kNcclInt64
-                                        : cuda::nccl_type(type),
-            op == RedOp::kMin       ? fake::kNcclMin
-                : op == RedOp::kMax ? fake::kNcclMax
-                                    : fake::kNcclSum,
-            comm_,
-            stream));
+    launch({fake::kReduceScatter, from, to, count, type, op}, stream);
   }
   void all_gather(const void* from, void* to, size_t bytes, cuda::Stream stream)
       override {
-    check(
-        "ncclAllGather",
-        fake_gpu::nccl().all_gather(
-            from, to, bytes, cuda::kNcclUint8, comm_, stream));
+    launch({fake::kAllGather, from, to, bytes, DType::kUInt8}, stream);
   }
   void all_to_all(const void* from, void* to, size_t bytes, cuda::Stream stream)
       override {
-    check(
-        "ncclAlltoAll",
-        fake_gpu::nccl().all_to_all(
-            from, to, bytes, cuda::kNcclUint8, comm_, stream));
+    launch({fake::kAllToAll, from, to, bytes, DType::kUInt8}, stream);
   }
   cuda::NcclComm nccl_comm() override {
     return comm_;
@@ -177,19 +153,30 @@ class FakeCarrier final : public cuda::Carrier {
     return peers;
   }
   void abort() override {
-    if (!aborted_.exchange(true)) {
-      fake_gpu::nccl().comm_abort(comm_);
-    }
+    end(/*aborts=*/true);
   }
 
  private:
+  static const fake::Hooks& hooks() {
+    return fake_gpu::hooks();
+  }
+  void end(bool aborts) {
+    if (!aborted_.exchange(true)) {
+      hooks().disconnect(comm_, aborts);
+    }
+  }
+  void launch(const fake::Collective& collective, cuda::Stream stream) {
+    check(
+        fake::nccl_name(collective.op),
+        hooks().collective(comm_, &collective, stream));
+  }
   void check(const char* what, cuda::NcclResult result) const {
     if (aborted_ || result != cuda::kNcclSuccess) {
       fail(
           aborted_ ? ErrorKind::kAborted : ErrorKind::kSystem,
           "fused: {}: {}",
           what,
-          fake_gpu::nccl().get_error_string(result));
+          hooks().nccl_error(result));
     }
   }
 

@@ -104,20 +104,6 @@ inline Recipe without_first_step(Recipe r) {
   return r;
 }
 
-inline double number(DType type, const void* data, size_t i) {
-  const auto* half = static_cast<const uint16_t*>(data);
-  switch (type) {
-    case DType::kFloat16:
-      return half_value(half[i]);
-    case DType::kBFloat16:
-      return bfloat_value(half[i]);
-    case DType::kFloat32:
-      return static_cast<const float*>(data)[i];
-    default:
-      return static_cast<const double*>(data)[i];
-  }
-}
-
 // Shares of a weighted mean.
 inline std::vector<double> shares(const std::vector<double>& weights) {
   double total = 0;

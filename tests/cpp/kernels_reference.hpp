@@ -88,6 +88,59 @@ inline uint16_t nearest_bfloat(float value) {
   return static_cast<uint16_t>((bits >> 16) + (up ? 1 : 0));
 }
 
+// Element i of an array at any alignment.
+inline double number(DType type, const void* data, size_t i) {
+  const auto at = [&]<typename T>(T value) {
+    std::memcpy(
+        &value,
+        static_cast<const char*>(data) + i * sizeof value,
+        sizeof value);
+    return value;
+  };
+  switch (type) {
+    case DType::kFloat16:
+      return half_value(at(uint16_t{}));
+    case DType::kBFloat16:
+      return bfloat_value(at(uint16_t{}));
+    case DType::kFloat32:
+      return at(float{});
+    case DType::kInt32:
+      return at(int32_t{});
+    case DType::kInt64:
+      return static_cast<double>(at(int64_t{}));
+    default:
+      return at(double{});
+  }
+}
+inline void put_number(DType type, void* data, size_t i, double x) {
+  const auto put = [&](auto value) {
+    std::memcpy(
+        static_cast<char*>(data) + i * sizeof value, &value, sizeof value);
+  };
+  const auto narrow = static_cast<float>(x);
+  switch (type) {
+    case DType::kFloat16:
+      return put(nearest_half(narrow));
+    case DType::kBFloat16:
+      return put(nearest_bfloat(narrow));
+    case DType::kFloat32:
+      return put(narrow);
+    case DType::kInt32:
+      return put(static_cast<int32_t>(x));
+    case DType::kInt64:
+      return put(static_cast<int64_t>(x));
+    default:
+      return put(x);
+  }
+}
+
+// x as the type holds it.
+inline double rounded(DType type, double x) {
+  char bytes[sizeof x];
+  put_number(type, bytes, 0, x);
+  return number(type, bytes, 0);
+}
+
 // `acc` op `x` for real floating-point types.
 template <typename T>
 T combine(RedOp op, T acc, T x, T factor) {

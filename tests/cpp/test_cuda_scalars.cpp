@@ -1,7 +1,5 @@
 // What ranks agree on, and the scalars of the updates.
 
-#include <map>
-
 #include "check.hpp"
 #include "cuda_tiles.hpp"
 
@@ -25,44 +23,6 @@ struct Form {
   RedOp op = RedOp::kSum;
   bool weighted = false;
 };
-
-// An element of a type.
-Array& scratch(DType type) {
-  static std::map<DType, Array> all;
-  return all.try_emplace(type, type, 1, 0, 0).first->second;
-}
-
-double number_at(const char* data, DType type) {
-  int32_t single = 0;
-  int64_t wide = 0;
-  switch (type) {
-    case DType::kInt32:
-      std::memcpy(&single, data, sizeof single);
-      return single;
-    case DType::kInt64:
-      std::memcpy(&wide, data, sizeof wide);
-      return static_cast<double>(wide);
-    default:
-      std::memcpy(scratch(type).pointer(), data, dtype_size(type));
-      return scratch(type).get(0);
-  }
-}
-
-void set_number(char* data, DType type, double value) {
-  const auto single = static_cast<int32_t>(value);
-  const auto wide = static_cast<int64_t>(value);
-  switch (type) {
-    case DType::kInt32:
-      std::memcpy(data, &single, sizeof single);
-      return;
-    case DType::kInt64:
-      std::memcpy(data, &wide, sizeof wide);
-      return;
-    default:
-      scratch(type).set(0, value);
-      std::memcpy(data, scratch(type).pointer(), dtype_size(type));
-  }
-}
 
 // What all ranks have proposed, as it arrives.
 struct Headers {
@@ -108,11 +68,12 @@ struct Headers {
         continue;
       }
       for (size_t i = 0; r != 0 && i < items; ++i) {
-        const double a = number_at(data.data() + i * element, form.type);
-        const double b = number_at(mine.data() + i * element, form.type);
-        set_number(
-            mine.data() + i * element,
+        const double a = number(form.type, data.data(), i);
+        const double b = number(form.type, mine.data(), i);
+        put_number(
             form.type,
+            mine.data(),
+            i,
             form.op == RedOp::kMin       ? std::min(a, b)
                 : form.op == RedOp::kMax ? std::max(a, b)
                                          : a + b);
@@ -331,10 +292,9 @@ TEST(cuda_tiles_agreement_of_many) {
        {DType::kBFloat16, DType::kFloat16, DType::kFloat32}) {
     for (const double scale : {0.0, 1.0, 2.0, 0.5}) {
       Headers headers({Proposal(), Proposal()}, {type, RedOp::kSum, false});
-      const size_t element = dtype_size(type);
+      char* data = headers.data.data();
       for (size_t i = 0; i < kCodedFlags; ++i) {
-        char* at = headers.data.data() + i * element;
-        set_number(at, type, scale * number_at(at, type));
+        put_number(type, data, i, scale * number(type, data, i));
       }
       Prepared p(&headers);
       run(&CudaApi::prepare, p.args);

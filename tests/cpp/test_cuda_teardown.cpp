@@ -330,7 +330,6 @@ TEST(cuda_teardown_start_left_inside_the_ring) {
                                     size_t,
                                     NcclDataType,
                                     const void*,
-                                    size_t,
                                     int,
                                     NcclComm,
                                     Stream stream) -> NcclResult {

@@ -1,5 +1,5 @@
-// The ring that patches/nccl adds to NCCL, on CPU threads: its order of steps,
-// its updates and what it skips.
+// The ring that patches/nccl adds to NCCL, on CPU threads: its order of steps and
+// its updates.
 
 #include <functional>
 
@@ -12,8 +12,7 @@ namespace fusedpg::test {
 
 namespace {
 
-using fusedpg_ring::Dense;
-using fusedpg_ring::Listed;
+using fusedpg_ring::Channel;
 
 constexpr Protocol kProtocols[] = {
     Protocol::kSimple,
@@ -23,18 +22,18 @@ constexpr DType kWires[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
 
 // How NCCL would cut `count` elements of every block: one part a channel, the
 // first and the last of other lengths.
-struct Channel {
-  size_t begin;
-  size_t count;
-};
-std::vector<Channel> channels_of(size_t count, size_t channels, size_t grain) {
+std::vector<Channel> channels_of(
+    size_t count,
+    size_t channels,
+    size_t grain,
+    size_t chunk) {
   std::vector<Channel> all;
   const size_t each = (count / channels + grain - 1) / grain * grain;
   for (size_t begin = 0; begin < count;) {
     const size_t length = all.size() + 1 == channels
         ? count - begin
         : std::min(each, count - begin);
-    all.push_back({begin, length});
+    all.push_back({begin, length, chunk});
     begin += length;
   }
   return all;
@@ -223,7 +222,7 @@ void check_training(
   Training training(ring, types, variant, {1, 40, 1500, 13001});
   std::vector<World> wanted = training.worlds;
   const std::vector<Channel> channels =
-      channels_of(training.block(), ring.channels, 16);
+      channels_of(training.block(), ring.channels, 16, ring.chunk());
   const Sent sent = run_ring(
       ring,
       channels.size(),
@@ -237,7 +236,7 @@ void check_training(
             ranks.data(),
             ring.size,
             training.block(),
-            Dense{channels[c].begin, channels[c].count, ring.chunk()},
+            channels[c],
             [&](size_t offset, int count) {
               // Several threads take their parts of a range.
               for (int thread = 0; thread < 3; ++thread) {
@@ -332,7 +331,7 @@ TEST(nccl_ring_lamb_moments) {
       Training training(ring, types, lamb, {1, 40, 1500, 13001});
       std::vector<World> wanted = training.worlds;
       const std::vector<Channel> channels =
-          channels_of(training.block(), ring.channels, 16);
+          channels_of(training.block(), ring.channels, 16, ring.chunk());
       const size_t pieces = training.cuts[0].pieces.size();
       std::vector<std::vector<double>> sums(
           3, std::vector<double>(pieces * kRingChannels * 2));
@@ -350,7 +349,7 @@ TEST(nccl_ring_lamb_moments) {
                 ranks.data(),
                 ring.size,
                 training.block(),
-                Dense{channels[c].begin, channels[c].count, ring.chunk()},
+                channels[c],
                 [&](size_t offset, int count) {
                   moments_range(
                       update,
@@ -385,99 +384,6 @@ TEST(nccl_ring_lamb_moments) {
             CHECK(
                 training.worlds[r].tensors[t].state[k].bytes() ==
                 wanted[r].tensors[t].state[k].bytes());
-          }
-        }
-      }
-    }
-  }
-}
-
-// Blocks that no rank has anything in: they never travel and stay as they were.
-TEST(nccl_ring_skips_blocks) {
-  std::mt19937 random(7);
-  uint32_t seed = 90;
-  for (int size = kSanitized ? 3 : 2; size <= (kSanitized ? 3 : 5); ++size) {
-    for (const Protocol protocol : {Protocol::kSimple, Protocol::kLL}) {
-      for (const DType wire : kWires) {
-        for (const double density : {0.0, 0.3, 1.0}) {
-          const Ring ring = ring_of(size, wire, protocol, ++seed);
-          const auto ranks = static_cast<size_t>(size);
-          const size_t skip = 2 * ring.chunk();
-          const size_t count = 7 * skip - 40; // the last one is short
-          std::vector<uint32_t> present, first{0};
-          size_t most = 0;
-          size_t elements = 0;
-          std::vector<char> is_present(7 * ranks);
-          for (size_t r = 0; r < ranks; ++r) {
-            for (uint32_t b = 0; b < 7; ++b) {
-              if (std::uniform_real_distribution<>()(random) < density) {
-                present.push_back(b);
-                is_present[7 * r + b] = 1;
-                elements += b == 6 ? skip - 40 : skip;
-              }
-            }
-            first.push_back(static_cast<uint32_t>(present.size()));
-            most = std::max<size_t>(most, first[r + 1] - first[r]);
-          }
-          std::vector<Array> inputs, outputs;
-          for (uint32_t r = 0; r < ranks; ++r) {
-            inputs.emplace_back(wire, count * ranks, 0, 300 + r);
-            outputs.emplace_back(wire, count * ranks, 0, 400 + r);
-          }
-          const std::vector<Array> before = outputs;
-          // As NCCL is told: so many elements, wherever they lie.
-          const std::vector<Channel> channels =
-              channels_of(most * skip, ring.channels, 16);
-          const Sent sent = run_ring(
-              ring,
-              channels.size(),
-              inputs,
-              outputs,
-              [&](int rank, size_t c, RingPrims& prims) {
-                const auto chunks = [&](size_t of) {
-                  return (channels[of].count + ring.chunk() - 1) / ring.chunk();
-                };
-                size_t earlier = 0;
-                for (size_t other = 0; other < c; ++other) {
-                  earlier += chunks(other);
-                }
-                const std::vector<int> order = ring.behind(rank);
-                fusedpg_ring::run<true>(
-                    prims,
-                    order.data(),
-                    size,
-                    count,
-                    Listed{
-                        present.data(),
-                        first.data(),
-                        skip,
-                        count,
-                        ring.chunk(),
-                        earlier,
-                        chunks(c)},
-                    [&](size_t offset, int /* count */) {
-                      CHECK(is_present[7 * rank + offset / skip]);
-                    });
-              });
-          const size_t bytes = dtype_size(wire);
-          CHECK_EQ(sent.bytes, 2 * (ranks - 1) * elements * bytes);
-          for (size_t c = 0; c < channels.size(); ++c) {
-            CHECK_EQ(sent.steps[c], steps_of(ring, channels[c].count, true));
-          }
-          for (size_t r = 0; r < ranks; ++r) {
-            const Bytes sum = summed(ring, inputs, static_cast<int>(r), count);
-            for (size_t rank = 0; rank < ranks; ++rank) {
-              for (size_t b = 0; b < 7; ++b) {
-                const size_t at = b * skip;
-                const size_t n = std::min(skip, count - at) * bytes;
-                const void* wanted = is_present[7 * r + b]
-                    ? static_cast<const void*>(sum.data() + at * bytes)
-                    : before[rank].pointer(r * count + at);
-                CHECK(
-                    std::memcmp(
-                        outputs[rank].pointer(r * count + at), wanted, n) == 0);
-              }
-            }
           }
         }
       }

@@ -32,28 +32,10 @@ class Span {
     return type_;
   }
   double get(size_t i) const {
-    switch (type_) {
-      case DType::kFloat64:
-        return at<double>(i);
-      case DType::kFloat32:
-        return at<float>(i);
-      case DType::kBFloat16:
-        return bfloat_value(at<uint16_t>(i));
-      default:
-        return half_value(at<uint16_t>(i));
-    }
+    return number(type_, &room_[start_], i);
   }
   void set(size_t i, double x) {
-    switch (type_) {
-      case DType::kFloat64:
-        return put(i, x);
-      case DType::kFloat32:
-        return put(i, static_cast<float>(x));
-      case DType::kBFloat16:
-        return put(i, nearest_bfloat(static_cast<float>(x)));
-      default:
-        return put(i, nearest_half(static_cast<float>(x)));
-    }
+    put_number(type_, data(), i, x);
   }
   void fill(std::mt19937_64& random, double scale, bool positive = false) {
     std::normal_distribution<double> normal;
@@ -79,17 +61,6 @@ class Span {
 
  private:
   static constexpr size_t kGuard = 128;
-
-  template <typename T>
-  T at(size_t i) const {
-    T value;
-    std::memcpy(&value, &room_[start_ + i * sizeof(T)], sizeof(T));
-    return value;
-  }
-  template <typename T>
-  void put(size_t i, T value) {
-    std::memcpy(&room_[start_ + i * sizeof(T)], &value, sizeof(T));
-  }
 
   DType type_;
   size_t count_;

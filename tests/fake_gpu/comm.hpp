@@ -6,32 +6,26 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <vector>
 
 #include "calls.hpp"
-#include "segment.hpp"
 #include "streams.hpp"
 
 namespace fusedpg::fake {
 
-struct Collective {
-  Op op;
-  const void* src;
-  void* dst;
-  size_t count; // as NCCL's functions take it
-  cuda::NcclDataType type;
-  NcclRedOp red_op; // of a broadcast: the root
-};
+constexpr int kMaxRanks = 72;
+
+class Segment;
 
 // One rank of a communicator.
 class Comm : public std::enable_shared_from_this<Comm> {
  public:
-  Comm(const NcclUniqueId& id, int rank, int size);
+  Comm(const CommId& id, int rank, int size);
   ~Comm();
 
-  // NCCL's functions.
+  // Waits for all ranks.
   cuda::NcclResult meet();
   cuda::NcclResult launch(const Collective& collective, void* stream);
+  // Of the patched NCCL; `how` is as there.
   cuda::NcclResult launch_ring(
       const Collective& collective,
       const cuda::RingUpdate* update,
@@ -39,41 +33,23 @@ class Comm : public std::enable_shared_from_this<Comm> {
       void* stream);
   void destroy(); // waits for outstanding work
   void abort();
-
-  // Enqueues work that takes part in an operation of all ranks. It runs after
-  // what was enqueued before, whichever stream that is on.
-  cuda::NcclResult enqueue(void* stream, std::function<void()> work);
-  // Meets all ranks: `publish` runs when the slot may be written, `consume`
-  // when all ranks have published. Ranks that do not agree hang, as with NCCL.
-  // False when aborted.
-  bool exchange(
-      const Announcement& announcement,
-      const std::function<void()>& publish,
-      const std::function<void()>& consume);
-  // The beginning and the end of an operation; begin() is false when it must not
-  // run.
-  bool begin(Executed& executed);
-  void end();
-
-  uint64_t identity() const;
   void wait_aborted();
 
   const int rank;
   const int size;
 
  private:
-  bool gone() const {
-    return aborted_;
-  }
+  bool fits(const Collective& collective) const;
+  // Enqueues work that takes part in an operation of all ranks. It runs after
+  // what was enqueued before, whichever stream that is on.
+  cuda::NcclResult enqueue(void* stream, std::function<void()> work);
+  // Meets all ranks. Ranks that do not agree hang, as with NCCL.
   void execute(const Collective& collective);
-  // dst = the fold of element `first` and on of all ranks' slots.
-  void reduce(
-      const Collective& collective,
-      char* dst,
-      size_t first,
-      size_t count) const;
+  bool meet_in(const Collective& collective, uint64_t sequence);
+  // dst = the fold of all ranks' elements from `first` on.
+  void reduce(const Collective& collective, char* dst, size_t first) const;
 
-  const NcclUniqueId id_;
+  const CommId id_;
   const int device_;
   std::shared_ptr<Segment> segment_;
   std::atomic<bool> aborted_{false};
@@ -95,7 +71,7 @@ class Comms {
  public:
   void* add(std::shared_ptr<Comm> comm);
   std::shared_ptr<Comm> find(void* handle);
-  std::shared_ptr<Comm> remove(void* handle);
+  void remove(void* handle);
   size_t size();
 
  private:
@@ -108,12 +84,9 @@ inline Comms& comms() {
   return global<Comms>();
 }
 
+CommId make_comm_id();
+
 // FUSEDPG_FAKE_NCCL_VERSION.
 int nccl_version();
-
-// Handles of NCCL that no pointer equals.
-void* nccl_handle();
-
-size_t type_size(cuda::NcclDataType type); // 0: unknown
 
 } // namespace fusedpg::fake

@@ -8,13 +8,14 @@
 #include <stdexcept>
 #include <string>
 
+#include "base/dtype.hpp"
 #include "cuda/cuda_api.hpp"
 #include "cuda/nccl_api.hpp"
 
-// What tests ask of libfusedpg_fake_gpu.so besides CUDA's and NCCL's functions.
-// Everything counts in this process. Functions are named as NCCL does
-// ("ncclAllReduce"), or as the members of CudaApi ("event_record"); `rank` is
-// the communicator's, and a negative one means any (CUDA has no ranks).
+// What tests ask of libfusedpg_fake_gpu.so besides CUDA's functions. Everything
+// counts in this process. Functions are named as NCCL does ("ncclAllReduce"), or
+// as the members of CudaApi ("event_record"); `rank` is the communicator's, and a
+// negative one means any (CUDA has no ranks).
 namespace fusedpg::fake {
 
 struct Stats {
@@ -44,10 +45,38 @@ enum Op : int32_t {
   kReduceScatter,
   kAllToAll,
   kAllGather,
+  kBroadcast,
   kExchange, // of the direct path
   kDirectStep,
-  kBroadcast,
-  kOps
+};
+
+// NCCL's function of a collective.
+inline const char* nccl_name(Op op) {
+  static constexpr const char* kNames[] = {
+      "ncclAllReduce",
+      "ncclReduceScatter",
+      "ncclAlltoAll",
+      "ncclAllGather",
+      "ncclBroadcast"};
+  return kNames[op];
+}
+
+// What NCCL's function takes; in place as there.
+struct Collective {
+  Op op;
+  const void* src;
+  void* dst;
+  size_t count; // of a rank's part
+  DType type;
+  RedOp red_op = RedOp::kSum;
+  int root = 0;
+};
+
+// Of a communicator that ranks are about to make: whose memory they meet in.
+struct CommId {
+  int32_t pid;
+  int32_t file;
+  uint64_t nonce;
 };
 
 // What a call may fail with: it returns when its communicator is aborted.
@@ -100,6 +129,16 @@ struct Hooks {
   int (*launch)(void* graph, cuda::Stream) = nullptr;
   int (*destroy_graph)(void* graph) = nullptr;
 
+  // Communicators, by NCCL's codes.
+  cuda::NcclResult (*make_id)(CommId*) = nullptr;
+  cuda::NcclResult (
+      *connect)(cuda::NcclComm*, const CommId*, int rank, int size) = nullptr;
+  cuda::NcclResult (
+      *collective)(cuda::NcclComm, const Collective*, cuda::Stream) = nullptr;
+  // Waits for outstanding work, or aborts it.
+  cuda::NcclResult (*disconnect)(cuda::NcclComm, bool aborts) = nullptr;
+  const char* (*nccl_error)(cuda::NcclResult) = nullptr;
+
   // Ends the default streams (waits for their work), forgets counts, the order
   // log and faults, and reads the environment again. Returns how many streams,
   // events, graphs, communicators and allocations are still alive.
@@ -129,6 +168,11 @@ struct Hooks {
     find("fusedpg_fake_end_capture", end_capture);
     find("fusedpg_fake_launch", launch);
     find("fusedpg_fake_destroy_graph", destroy_graph);
+    find("fusedpg_fake_make_id", make_id);
+    find("fusedpg_fake_connect", connect);
+    find("fusedpg_fake_collective", collective);
+    find("fusedpg_fake_disconnect", disconnect);
+    find("ncclGetErrorString", nccl_error);
     find("fusedpg_fake_reset", reset);
   }
 
@@ -137,6 +181,13 @@ struct Hooks {
     function = reinterpret_cast<Function>(dlsym(library, name));
     if (function == nullptr) {
       throw std::runtime_error(std::string("no symbol ") + name);
+    }
+  }
+
+  void check(const char* what, cuda::NcclResult result) const {
+    if (result != cuda::kNcclSuccess) {
+      throw std::runtime_error(
+          std::string(what) + ": NCCL error: " + nccl_error(result));
     }
   }
 

@@ -1,13 +1,10 @@
-// The exported functions of the fake NCCL.
+// The exported functions of the fake NCCL: those that the engine loads, and a
+// communicator for what stands for torch's ProcessGroupNCCL in tests.
 
-#include <functional>
 #include <memory>
-#include <utility>
-#include <vector>
 
 #include "calls.hpp"
 #include "comm.hpp"
-#include "memory.hpp"
 
 namespace fusedpg::fake {
 
@@ -32,52 +29,14 @@ NcclResult with_comm(const char* function, NcclComm handle, Body&& body) {
   return comm == nullptr ? kNcclInvalidArgument : body(*comm);
 }
 
-// What this thread has called since its outermost ncclGroupStart.
+// The thread's ncclGroupStart. What NCCL holds back until the outermost end is
+// launched at once here: the engine calls nothing inside of a group.
 thread_local int group_depth = 0;
-thread_local std::vector<std::function<NcclResult()>> group_calls;
 
-// Launches now, or at the end of the thread's group.
-NcclResult launch(Comm& comm, std::function<NcclResult(Comm&)> call) {
-  if (group_depth == 0) {
-    return call(comm);
-  }
-  group_calls.push_back([of = comm.shared_from_this(), call = std::move(call)] {
-    return call(*of);
-  });
-  return kNcclSuccess;
-}
-
-NcclResult end_group(const NcclSimInfo* info) {
-  if (group_depth == 0) {
-    return kNcclInvalidUsage;
-  }
-  if (--group_depth > 0) {
-    return kNcclSuccess;
-  }
-  const auto held = std::exchange(group_calls, {});
-  if (info != nullptr) {
-    return info->magic == kSimInfoMagic ? kNcclSuccess : kNcclInvalidArgument;
-  }
-  NcclResult result = kNcclSuccess;
-  for (const auto& one : held) {
-    const NcclResult launched = one();
-    result = result == kNcclSuccess ? launched : result;
-  }
-  return result;
-}
-
-NcclResult collective(
-    const char* function,
-    NcclComm handle,
-    Collective c,
-    void* stream) {
-  return with_comm(function, handle, [&](Comm& comm) {
-    return launch(comm, [=](Comm& of) { return of.launch(c, stream); });
-  });
-}
-
-NcclResult faulty(const char* function) {
-  return static_cast<NcclResult>(calls().enter(function));
+DType ring_type(NcclDataType type) {
+  return type == kNcclFloat16 ? DType::kFloat16
+      : type == kNcclBfloat16 ? DType::kBFloat16
+                              : DType::kFloat32;
 }
 
 } // namespace
@@ -93,11 +52,14 @@ FUSEDPG_FAKE_EXPORT NcclResult ncclGroupStart() {
 }
 
 FUSEDPG_FAKE_EXPORT NcclResult ncclGroupEnd() {
-  return end_group(nullptr);
+  return group_depth == 0 ? kNcclInvalidUsage : (--group_depth, kNcclSuccess);
 }
 
 FUSEDPG_FAKE_EXPORT NcclResult ncclGroupSimulateEnd(NcclSimInfo* info) {
-  return end_group(info);
+  const NcclResult ended = ncclGroupEnd();
+  const bool outermost = ended == kNcclSuccess && group_depth == 0;
+  return outermost && info->magic != kSimInfoMagic ? kNcclInvalidArgument
+                                                   : ended;
 }
 
 FUSEDPG_FAKE_EXPORT const char* ncclGetErrorString(NcclResult result) {
@@ -125,128 +87,11 @@ FUSEDPG_FAKE_EXPORT const char* ncclGetLastError(NcclComm /*comm*/) {
   return "";
 }
 
-FUSEDPG_FAKE_EXPORT NcclResult ncclGetUniqueId(NcclUniqueId* id) {
-  const NcclResult fault = faulty("ncclGetUniqueId");
-  if (fault == kNcclSuccess) {
-    try {
-      *id = Segment::make_id();
-    } catch (const std::exception&) {
-      return kNcclSystemError;
-    }
-  }
-  return fault;
-}
-
-FUSEDPG_FAKE_EXPORT NcclResult ncclCommInitRankConfig(
-    NcclComm* handle,
-    int size,
-    NcclUniqueId id,
-    int rank,
-    void* /* config */) {
-  *handle = nullptr;
-  if (const int fault = calls().enter("ncclCommInitRankConfig", rank)) {
-    return static_cast<NcclResult>(fault);
-  }
-  if (rank < 0 || rank >= size || size > kMaxRanks) {
-    return kNcclInvalidArgument;
-  }
-  const auto comm = std::make_shared<Comm>(id, rank, size);
-  const NcclResult result = comm->meet();
-  *handle = result == kNcclSuccess ? comms().add(comm) : nullptr;
-  return result;
-}
-
 // Communicators block.
 FUSEDPG_FAKE_EXPORT NcclResult
 ncclCommGetAsyncError(NcclComm /* handle */, NcclResult* error) {
   *error = kNcclSuccess;
   return kNcclSuccess;
-}
-
-FUSEDPG_FAKE_EXPORT NcclResult ncclCommDestroy(NcclComm handle) {
-  return with_comm("ncclCommDestroy", handle, [&](Comm& comm) {
-    const auto ended = comms().remove(handle);
-    comm.destroy();
-    return kNcclSuccess;
-  });
-}
-
-FUSEDPG_FAKE_EXPORT NcclResult ncclCommAbort(NcclComm handle) {
-  return with_comm("ncclCommAbort", handle, [&](Comm& comm) {
-    const auto ended = comms().remove(handle);
-    comm.abort();
-    return kNcclSuccess;
-  });
-}
-
-FUSEDPG_FAKE_EXPORT NcclResult ncclAllReduce(
-    const void* src,
-    void* dst,
-    size_t count,
-    NcclDataType type,
-    NcclRedOp op,
-    NcclComm comm,
-    NcclStream stream) {
-  return collective(
-      "ncclAllReduce", comm, {kAllReduce, src, dst, count, type, op}, stream);
-}
-
-FUSEDPG_FAKE_EXPORT NcclResult ncclReduceScatter(
-    const void* src,
-    void* dst,
-    size_t count,
-    NcclDataType type,
-    NcclRedOp op,
-    NcclComm comm,
-    NcclStream stream) {
-  return collective(
-      "ncclReduceScatter",
-      comm,
-      {kReduceScatter, src, dst, count, type, op},
-      stream);
-}
-
-FUSEDPG_FAKE_EXPORT NcclResult ncclAllGather(
-    const void* src,
-    void* dst,
-    size_t count,
-    NcclDataType type,
-    NcclComm comm,
-    NcclStream stream) {
-  return collective(
-      "ncclAllGather",
-      comm,
-      {kAllGather, src, dst, count, type, kNcclSum},
-      stream);
-}
-
-FUSEDPG_FAKE_EXPORT NcclResult ncclAlltoAll(
-    const void* src,
-    void* dst,
-    size_t count,
-    NcclDataType type,
-    NcclComm comm,
-    NcclStream stream) {
-  return collective(
-      "ncclAlltoAll",
-      comm,
-      {kAllToAll, src, dst, count, type, kNcclSum},
-      stream);
-}
-
-FUSEDPG_FAKE_EXPORT NcclResult ncclBroadcast(
-    const void* src,
-    void* dst,
-    size_t count,
-    NcclDataType type,
-    int root,
-    NcclComm comm,
-    NcclStream stream) {
-  return collective(
-      "ncclBroadcast",
-      comm,
-      {kBroadcast, src, dst, count, type, static_cast<NcclRedOp>(root)},
-      stream);
 }
 
 FUSEDPG_FAKE_EXPORT uint64_t ncclFusedpgAbi() {
@@ -259,27 +104,65 @@ FUSEDPG_FAKE_EXPORT NcclResult ncclFusedpgReduceScatterUpdate(
     size_t count,
     NcclDataType type,
     const void* update,
-    size_t skip_bytes,
     int how,
     NcclComm handle,
     NcclStream stream) {
   return with_comm("ncclFusedpgReduceScatterUpdate", handle, [&](Comm& comm) {
-    if (skip_bytes != 0) {
-      return kNcclInvalidArgument; // the engine does not use it
-    }
     // FUSEDPG_FAKE_PROTOCOLS: of those that NCCL has, as bits.
     const int64_t protocols = from_environment("FUSEDPG_FAKE_PROTOCOLS", 7);
     const int protocol = how / 2 - 1;
     if (protocol >= 0 && (protocols >> protocol) % 2 == 0) {
       return kNcclInvalidUsage;
     }
-    return launch(comm, [=](Comm& of) {
-      return of.launch_ring(
-          {kReduceScatter, src, dst, count, type, kNcclSum},
-          static_cast<const RingUpdate*>(update),
-          how,
-          stream);
-    });
+    return comm.launch_ring(
+        {kReduceScatter, src, dst, count, ring_type(type)},
+        static_cast<const RingUpdate*>(update),
+        how,
+        stream);
+  });
+}
+
+// --- communicators -------------------------------------------------------------
+
+FUSEDPG_FAKE_EXPORT NcclResult fusedpg_fake_make_id(CommId* id) {
+  const int fault = calls().enter("ncclGetUniqueId");
+  if (fault == 0) {
+    *id = make_comm_id();
+  }
+  return static_cast<NcclResult>(fault);
+}
+
+FUSEDPG_FAKE_EXPORT NcclResult
+fusedpg_fake_connect(NcclComm* handle, const CommId* id, int rank, int size) {
+  *handle = nullptr;
+  if (const int fault = calls().enter("ncclCommInitRankConfig", rank)) {
+    return static_cast<NcclResult>(fault);
+  }
+  if (rank < 0 || rank >= size || size > kMaxRanks) {
+    return kNcclInvalidArgument;
+  }
+  const auto comm = std::make_shared<Comm>(*id, rank, size);
+  const NcclResult result = comm->meet();
+  *handle = result == kNcclSuccess ? comms().add(comm) : nullptr;
+  return result;
+}
+
+FUSEDPG_FAKE_EXPORT NcclResult
+fusedpg_fake_disconnect(NcclComm handle, bool aborts) {
+  const char* name = aborts ? "ncclCommAbort" : "ncclCommDestroy";
+  return with_comm(name, handle, [&](Comm& comm) {
+    comms().remove(handle);
+    aborts ? comm.abort() : comm.destroy();
+    return kNcclSuccess;
+  });
+}
+
+FUSEDPG_FAKE_EXPORT NcclResult fusedpg_fake_collective(
+    NcclComm handle,
+    const Collective* collective,
+    NcclStream stream) {
+  return with_comm(nccl_name(collective->op), handle, [&](Comm& comm) {
+    return comm.launch(*collective, stream);
   });
 }
 

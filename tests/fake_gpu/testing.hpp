@@ -12,7 +12,7 @@
 
 #include "cuda/device.hpp"
 #include "cuda/kernels/elements.hpp"
-#include "nccl_functions.hpp"
+#include "hooks.hpp"
 #include "ranks.hpp"
 
 // What tests on the fake GPU are made of.
@@ -33,9 +33,8 @@ inline const fake::Hooks& hooks() {
 inline const CudaApi& gpu() {
   return *hooks().cuda;
 }
-inline const fake::NcclFunctions& nccl() {
-  static const fake::NcclFunctions all(load_nccl_api(library()), hooks());
-  return all;
+inline const NcclApi& nccl() {
+  return load_nccl_api(library());
 }
 
 // Device memory that kernels may still use when a test has done with it.
@@ -143,111 +142,6 @@ template <typename Args>
 void run(int (*CudaApi::*kernel)(const Args*, Stream), const Args& args) {
   CHECK_EQ((gpu().*kernel)(&args, nullptr), 0);
   CHECK_EQ(gpu().stream_synchronize(nullptr), 0);
-}
-
-// What a rank of a communicator holds.
-class Peer {
- public:
-  Peer(int rank, int size, Store& store, const std::string& name = "id")
-      : rank(rank),
-        size(size) {
-    NcclUniqueId id;
-    if (rank == 0) {
-      CHECK_EQ(nccl().get_unique_id(&id), kNcclSuccess);
-      store.set(name, std::string(id.internal, sizeof id.internal));
-    }
-    const std::string text = store.get(name, Deadline(kLong));
-    std::memcpy(id.internal, text.data(), sizeof id.internal);
-    CHECK_EQ(
-        nccl().comm_init_rank_config(&comm, size, id, rank, nullptr),
-        kNcclSuccess);
-  }
-  Peer(const Peer&) = delete;
-  ~Peer() {
-    if (comm != nullptr) {
-      CHECK_EQ(nccl().comm_abort(comm), kNcclSuccess);
-    }
-  }
-
-  void finish() {
-    CHECK_EQ(nccl().comm_destroy(comm), kNcclSuccess);
-    comm = nullptr;
-  }
-  void sum(void* data, size_t count, NcclDataType type, Stream stream) const {
-    CHECK_EQ(
-        nccl().all_reduce(data, data, count, type, kNcclSum, comm, stream),
-        kNcclSuccess);
-  }
-
-  const int rank;
-  const int size;
-  NcclComm comm = nullptr;
-};
-
-// Ranks as threads, and without a sanitizer of threads also as processes.
-inline void on_ranks(int size, const RankBody& body) {
-  on_threads(size, body);
-  if (!kOnlyThreads) {
-    hooks().reset(); // its threads end: a fork needs that
-    on_processes(size, body);
-  }
-}
-
-// --- values ------------------------------------------------------------------
-
-struct Type {
-  NcclDataType type;
-  size_t bytes;
-};
-constexpr Type kTypes[] = {
-    {kNcclUint8, 1},
-    {kNcclInt32, 4},
-    {kNcclInt64, 8},
-    {kNcclFloat16, 2},
-    {kNcclBfloat16, 2},
-    {kNcclFloat32, 4},
-    {kNcclFloat64, 8}};
-
-template <typename T>
-void put_as(void* data, size_t i, T value) {
-  static_cast<T*>(data)[i] = value;
-}
-
-// Element i of an array.
-inline void put(void* data, size_t i, double value, NcclDataType type) {
-  switch (type) {
-    case kNcclUint8:
-      return put_as(data, i, static_cast<uint8_t>(value));
-    case kNcclInt32:
-      return put_as(data, i, static_cast<int32_t>(value));
-    case kNcclInt64:
-      return put_as(data, i, static_cast<int64_t>(value));
-    case kNcclFloat16:
-      return put_as(data, i, float_to_half(static_cast<float>(value)));
-    case kNcclBfloat16:
-      return put_as(data, i, float_to_bfloat(static_cast<float>(value)));
-    case kNcclFloat32:
-      return put_as(data, i, static_cast<float>(value));
-    default:
-      return put_as(data, i, value);
-  }
-}
-
-// Small integers, which every type holds exactly.
-inline double input(int rank, size_t i) {
-  return static_cast<double>((static_cast<size_t>(rank) * 5 + i * 3) % 13);
-}
-
-// Of all ranks' inputs: sum, maximum or minimum.
-inline double combined(NcclRedOp op, int size, size_t i) {
-  double result = input(0, i);
-  for (int r = 1; r < size; ++r) {
-    const double next = input(r, i);
-    result = op == kNcclSum ? result + next
-        : op == kNcclMax    ? std::max(result, next)
-                            : std::min(result, next);
-  }
-  return result;
 }
 
 } // namespace fusedpg::test::fake_gpu

@@ -473,10 +473,6 @@ def test_random_programs_of_ranks(where: str) -> None:
     core.search("gpu", where, core.seed(random.randrange(1 << 30)))
 
 
-def test_fake_ungrouped_messages() -> None:
-    cuda_ranks.workers("2").run(cuda_ranks.ungrouped_messages)
-
-
 @pytest.mark.parametrize("how", ["abort", harness.slow("shutdown")])
 def test_end_beside_a_caller(how: str) -> None:
     with harness.Workers(2, **harness.fake_gpu() | {"options": {}}) as workers:

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 APPLY = ROOT / "patches/nccl/apply.py"
 PLACES = {
     "src/include/device.h": "ncclDevSumPostDiv",
-    "src/enqueue.cc": "bufferMaxChunkSize",
+    "src/enqueue.cc": "nstepsPerLoop,",
     "src/device/generate.py": '"FuncSumPostDiv"',
     "src/device/reduce_scatter.h": '"primitives.h"',
 }

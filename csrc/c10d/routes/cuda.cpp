@@ -6,9 +6,6 @@
 namespace fusedpg {
 namespace {
 
-// For outstanding work when a group is shut down.
-constexpr std::chrono::milliseconds kShutdownPatience{10000};
-
 // Whether we multiply by the factor of a PREMUL_SUM, and NCCL only adds.
 // torch's ProcessGroupNCCL gives NCCL the factor of bfloat16 as a float, of
 // which NCCL reads two bytes: 0.5 becomes 0 (PyTorch issue 190745; torch 2.11
@@ -55,36 +52,7 @@ void multiply(Tensors& tensors, const c10d::ReduceOp& op) {
 
 } // namespace
 
-CudaRoute::CudaRoute(
-    Group& group,
-    std::string name,
-    bool spans_hosts,
-    cuda::CudaEngine::CheckPeers check_peers,
-    CudaGroup::MakeDelegate make_delegate,
-    bool pretend)
-    : Forwarding(group),
-      cuda_(
-          std::move(name),
-          group.store,
-          group.rank,
-          group.size,
-          group.settings,
-          spans_hosts,
-          std::move(check_peers),
-          std::move(make_delegate),
-          pretend) {}
-
 // --- c10d's collectives ------------------------------------------------------
-
-WorkPtr CudaRoute::delegate(
-    const at::Tensor& tensor,
-    CudaGroup::Delegated operation) {
-  group_.check_open("fused: a collective of CUDA tensors");
-  auto work = cuda_.delegated(
-      tensor, group_.timeout.load(), group_.is_coalescing(), operation);
-  // What is held back is waited for as a whole.
-  return cuda_.holds_back() ? work : group_.remember(work);
-}
 
 WorkPtr CudaRoute::allreduce(
     Tensors& tensors,
@@ -161,13 +129,10 @@ WorkPtr CudaRoute::barrier(const c10d::BarrierOptions& opts) {
   return forward(&there, &c10d::Backend::barrier, opts);
 }
 
-WorkPtr CudaRoute::endCoalescing() {
-  return cuda_.end_coalescing();
-}
-
 // --- ours --------------------------------------------------------------------
 
-void CudaRoute::check_not_coalescing(const char* title) const {
+void CudaRoute::check_fused(const char* title) const {
+  group_.check_open(title);
   TORCH_CHECK_VALUE(
       !group_.is_coalescing(),
       formatted(
@@ -181,54 +146,57 @@ WorkPtr CudaRoute::fused_step_(StepArguments arguments, bool async_op) {
       !arguments.shared_params,
       "fused: parameters on a GPU cannot be shared between ranks");
   const char* title = step_inputs(arguments.op).title;
-  group_.check_open(title);
-  check_not_coalescing(title);
+  check_fused(title);
   if (arguments.masters_follow) {
     follow_params(arguments, rank_, size_);
   }
-  return cuda_.fused_step(
-      std::move(arguments), title, group_.timeout.load(), async_op);
+  const at::Tensor first = arguments.params[0];
+  const std::vector<at::Tensor> outputs = arguments.params;
+  c10::NoGradGuard no_grad;
+  const auto plan = std::make_shared<StepPlan>(
+      std::make_shared<const StepArguments>(std::move(arguments)),
+      group_.settings.block_size);
+  return submit(
+      first,
+      title,
+      async_op,
+      outputs,
+      plan,
+      [plan](auto& engine, const auto& submission) {
+        Operations operations;
+        for (const StepCall& call : plan->calls()) {
+          operations.push_back(engine.fused_step(call, submission));
+        }
+        return operations;
+      },
+      plan->has_used() ? std::function<void()>([plan] {
+        for (size_t i = 0; i < plan->calls().size(); ++i) {
+          plan->take_used(i);
+        }
+      })
+                       : nullptr);
 }
 
 WorkPtr CudaRoute::reduce_shards_(ShardsArguments arguments, bool async_op) {
   constexpr const char* title = "fused:reduce_shards";
-  group_.check_open(title);
-  check_not_coalescing(title);
-  return cuda_.reduce_shards(
-      std::move(arguments), title, group_.timeout.load(), async_op);
-}
-
-WorkPtr CudaRoute::fused_program_(ProgramArguments arguments, bool async_op) {
-  constexpr const char* title = "fused:fused_program";
-  group_.check_open(title);
-  check_not_coalescing(title);
-  const bool known = arguments.done.numel() == 0;
-  TORCH_CHECK_VALUE(
-      arguments.function == nullptr,
-      "fused: fused_program: an address is a CPU's function; on a GPU pass "
-      "what load_program() gave");
-  TORCH_CHECK_VALUE(
-      arguments.layout.runs == 0,
-      "fused: fused_program: on a GPU a rank's elements are its shard_range");
-  TORCH_CHECK_VALUE(
-      arguments.layout.row == 1,
-      "fused: fused_program: no kernel takes whole rows");
-  TORCH_CHECK_VALUE(
-      std::get<0>(arguments.phases).empty(),
-      "fused: fused_program: no kernel has several phases");
-  TORCH_CHECK_VALUE(
-      known ? arguments.kernel != nullptr
-            : arguments.done.scalar_type() == at::kFloat &&
-              arguments.done.device() == arguments.source.device(),
-      "fused: fused_program: `done` must be one float32 on the GPU");
-  TORCH_CHECK_VALUE(
-      known || !cuda_.capturing(arguments.source),
-      "fused: the first call of a fused function finds out whether all ranks "
-      "have compiled it, which a graph cannot hold; call it once before the "
-      "capture");
-  group_.stats.add(OpCode::kFusedProgram, DataPath::kStaged, {});
-  return cuda_.fused_program(
-      std::move(arguments), title, group_.timeout.load(), async_op);
+  check_fused(title);
+  const auto a = std::make_shared<const ShardsArguments>(std::move(arguments));
+  const auto calls =
+      std::make_shared<std::vector<ShardsCall>>(split_shards(to_engine(*a)));
+  return submit(
+      a->grads[0],
+      title,
+      async_op,
+      a->outputs.empty() ? a->grads : a->outputs,
+      std::make_shared<std::shared_ptr<const ShardsArguments>>(a),
+      [calls](auto& engine, const auto& submission) {
+        Operations operations;
+        for (const ShardsCall& call : *calls) {
+          operations.push_back(engine.reduce_shards(call, submission));
+        }
+        return operations;
+      },
+      nullptr);
 }
 
 WorkPtr CudaRoute::sparse_all_reduce(
@@ -244,7 +212,7 @@ WorkPtr CudaRoute::sparse_all_reduce(
 // --- memory ------------------------------------------------------------------
 
 at::Tensor CudaRoute::allocateTensor(long size, at::TensorOptions options) {
-  const auto t = cuda_.allocate({size}, options, group_.timeout.load());
+  const auto t = allocate({size}, options);
   return t ? *t : at::empty({size}, options);
 }
 
@@ -253,7 +221,7 @@ at::Tensor CudaRoute::empty(
     const at::TensorOptions& options,
     bool /* lives_long */) {
   group_.check_open("fused:empty");
-  const auto t = cuda_.allocate(sizes, options, group_.timeout.load());
+  const auto t = allocate(sizes, options);
   return t ? *t : at::empty(sizes, options);
 }
 
@@ -265,32 +233,24 @@ at::Tensor CudaRoute::empty_shared(
 }
 
 bool CudaRoute::in_arena(const at::Tensor& t) {
-  const auto engine = cuda_.engine();
-  const auto* begin =
-      engine ? static_cast<const char*>(engine->arena()) : nullptr;
-  const auto* data = static_cast<const char*>(t.const_data_ptr());
-  return begin != nullptr && data >= begin &&
-      data < begin + engine->arena_bytes();
+  const auto engine = this->engine();
+  return engine && engine->in_arena(t.const_data_ptr(), 1);
 }
 
-// --- state and end -----------------------------------------------------------
+// --- state ----------------------------------------------------------------
 
 void CudaRoute::describe(GroupInfo& info) {
   info.cuda_arena = group_.settings.cuda_arena_bytes;
-  if (const auto engine = cuda_.engine()) {
+  if (const auto engine = this->engine()) {
     info.nccl_version = engine->nccl().version;
     info.cuda_path = engine->path_of_last_step();
   }
 }
 
 std::optional<ErrorKind> CudaRoute::failure() {
-  const auto engine = cuda_.engine();
+  const auto engine = this->engine();
   return engine && engine->failed() ? std::optional(engine->failure_kind())
                                     : std::nullopt;
-}
-
-void CudaRoute::shutdown() {
-  cuda_.shutdown(kShutdownPatience);
 }
 
 } // namespace fusedpg

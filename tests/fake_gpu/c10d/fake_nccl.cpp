@@ -1,6 +1,6 @@
 // A Python module that gives torch a CUDA device on the fake GPU, and stands
 // for ProcessGroupNCCL: what is enqueued where, and who waits for it, is as
-// there. Its communicators are the fake NCCL's, between processes.
+// there. Its communicators are the fake's, between processes.
 
 #include <ATen/ATen.h>
 #include <ATen/core/ivalue.h>
@@ -17,15 +17,12 @@
 #include <deque>
 #include <thread>
 
-#include "nccl_functions.hpp"
+#include "hooks.hpp"
 
 namespace fusedpg::fake {
 namespace {
 
 std::unique_ptr<Hooks> loaded;
-
-// NCCL's functions, of the same library.
-std::unique_ptr<NcclFunctions> nccl;
 
 const cuda::CudaApi& gpu() {
   return *loaded->cuda;
@@ -213,32 +210,30 @@ class Work : public c10d::Work {
   std::vector<at::Tensor> stash;
 };
 
-cuda::NcclDataType type_of(const at::Tensor& tensor) {
+DType type_of(const at::Tensor& tensor) {
   switch (tensor.scalar_type()) {
     case at::kByte:
-      return cuda::kNcclUint8;
+      return DType::kUInt8;
     case at::kHalf:
-      return cuda::kNcclFloat16;
+      return DType::kFloat16;
     case at::kBFloat16:
-      return cuda::kNcclBfloat16;
+      return DType::kBFloat16;
     case at::kInt:
-      return cuda::kNcclInt32;
+      return DType::kInt32;
     case at::kLong:
-      return cuda::kNcclInt64;
+      return DType::kInt64;
     case at::kFloat:
-      return cuda::kNcclFloat32;
+      return DType::kFloat32;
     case at::kDouble:
-      return cuda::kNcclFloat64;
+      return DType::kFloat64;
     default:
       TORCH_CHECK(false, "a type that no test uses");
   }
 }
 
-NcclRedOp operation_of(const c10d::ReduceOp& op) {
-  return op == c10d::ReduceOp::AVG ? kNcclAvg
-      : op == c10d::ReduceOp::MAX  ? kNcclMax
-      : op == c10d::ReduceOp::MIN  ? kNcclMin
-                                   : kNcclSum;
+// Both have the same numbers.
+RedOp operation_of(const c10d::ReduceOp& op) {
+  return static_cast<RedOp>(static_cast<uint8_t>(op.op_));
 }
 
 // A thread's ncclGroupStart and ncclGroupEnd. What is sent to one rank and
@@ -299,28 +294,14 @@ class FakeNccl : public c10d::Backend {
 
   Result allreduce(Tensors& tensors, const c10d::AllreduceOptions& options)
       override {
-    return call(
-        "ncclAllReduce",
-        tensors[0],
-        tensors[0],
-        options.asyncOp,
-        [=](auto... where) {
-          const at::Tensor& t = tensors[0];
-          const auto op = operation_of(options.reduceOp);
-          void* data = t.data_ptr();
-          return nccl->all_reduce(
-              data, data, t.numel(), type_of(t), op, where...);
-        });
+    const at::Tensor& t = tensors[0];
+    return call(kAllReduce, t, t, t.numel(), options.asyncOp, options.reduceOp);
   }
   Result broadcast(Tensors& tensors, const c10d::BroadcastOptions& options)
       override {
+    const at::Tensor& t = tensors[0];
     const auto root = static_cast<int>(options.rootRank);
-    return call(
-        "ncclBroadcast",
-        tensors[0],
-        tensors[0],
-        options.asyncOp,
-        [=](auto... where) { return send_from(tensors[0], root, where...); });
+    return call(kBroadcast, t, t, t.numel(), options.asyncOp, {}, root);
   }
   Result _allgather_base(
       at::Tensor& to,
@@ -328,14 +309,7 @@ class FakeNccl : public c10d::Backend {
       const c10d::AllgatherOptions& options) override {
     TORCH_CHECK_VALUE(
         to.numel() == from.numel() * getSize(), "sizes do not fit");
-    return call("ncclAllGather", to, from, options.asyncOp, [=](auto... where) {
-      return nccl->all_gather(
-          from.data_ptr(),
-          to.data_ptr(),
-          from.numel(),
-          type_of(from),
-          where...);
-    });
+    return call(kAllGather, to, from, from.numel(), options.asyncOp);
   }
   Result _reduce_scatter_base(
       at::Tensor& to,
@@ -344,15 +318,12 @@ class FakeNccl : public c10d::Backend {
     TORCH_CHECK_VALUE(
         from.numel() == to.numel() * getSize(), "sizes do not fit");
     return call(
-        "ncclReduceScatter", to, from, options.asyncOp, [=](auto... where) {
-          return nccl->reduce_scatter(
-              from.data_ptr(),
-              to.data_ptr(),
-              to.numel(),
-              type_of(to),
-              operation_of(options.reduceOp),
-              where...);
-        });
+        kReduceScatter,
+        to,
+        from,
+        to.numel(),
+        options.asyncOp,
+        options.reduceOp);
   }
   Result alltoall_base(
       at::Tensor& to,
@@ -360,15 +331,7 @@ class FakeNccl : public c10d::Backend {
       std::vector<int64_t>& /* to_sizes */,
       std::vector<int64_t>& /* from_sizes */,
       const c10d::AllToAllOptions& options) override {
-    return call(
-        "ncclAlltoAll", to, from, options.asyncOp, [=, this](auto... where) {
-          return nccl->all_to_all(
-              from.data_ptr(),
-              to.data_ptr(),
-              from.numel() / getSize(),
-              type_of(from),
-              where...);
-        });
+    return call(kAllToAll, to, from, from.numel() / getSize(), options.asyncOp);
   }
   Result send(Tensors& tensors, int peer, int) override {
     return point_to_point(tensors[0], peer, getRank());
@@ -384,46 +347,30 @@ class FakeNccl : public c10d::Backend {
 
   void abort() override {
     for (const cuda::NcclComm comm : std::exchange(comms_, {})) {
-      nccl->check("ncclCommAbort", nccl->comm_abort(comm));
+      loaded->check("ncclCommAbort", loaded->disconnect(comm, true));
     }
   }
   void shutdown() override {
     for (const cuda::NcclComm comm : std::exchange(comms_, {})) {
-      nccl->check("ncclCommDestroy", nccl->comm_destroy(comm));
+      loaded->check("ncclCommDestroy", loaded->disconnect(comm, false));
     }
   }
 
  private:
-  using Launch =
-      std::function<cuda::NcclResult(cuda::NcclComm, cuda::NcclStream)>;
-  struct Channel {
-    cuda::NcclComm comm;
-    c10::Stream stream;
-  };
-
-  static cuda::NcclResult send_from(
-      const at::Tensor& t,
-      int root,
-      cuda::NcclComm comm,
-      cuda::NcclStream stream) {
-    void* data = t.data_ptr();
-    return nccl->broadcast(
-        data, data, t.nbytes(), cuda::kNcclUint8, root, comm, stream);
-  }
+  using Launch = std::function<cuda::NcclResult(cuda::NcclComm, cuda::Stream)>;
 
   cuda::NcclComm connect(const std::string& key, int rank, int size) {
-    NcclUniqueId id;
+    CommId id{};
     const auto* bytes = reinterpret_cast<const uint8_t*>(&id);
     if (rank == 0) {
-      nccl->check("ncclGetUniqueId", nccl->get_unique_id(&id));
+      loaded->check("ncclGetUniqueId", loaded->make_id(&id));
       store_->set(key, std::vector<uint8_t>(bytes, bytes + sizeof id));
     } else {
       std::memcpy(&id, store_->get(key).data(), sizeof id);
     }
     cuda::NcclComm made = nullptr;
-    nccl->check(
-        "ncclCommInitRankConfig",
-        nccl->comm_init_rank_config(&made, size, id, rank, nullptr));
+    loaded->check(
+        "ncclCommInitRankConfig", loaded->connect(&made, &id, rank, size));
     comms_.push_back(made);
     return made;
   }
@@ -440,26 +387,48 @@ class FakeNccl : public c10d::Backend {
       for (int high = low + 1; high < getSize(); ++high) {
         if (low == getRank() || high == getRank()) {
           const std::string key = c10::str(low, ":", high);
-          pairs_.emplace(
-              low == getRank() ? high : low,
-              Channel{
-                  connect(key, high == getRank(), 2),
-                  stream_of(device, new_stream(device.index()))});
+          pairs_[low == getRank() ? high : low] =
+              connect(key, high == getRank(), 2);
         }
       }
     }
   }
 
+  // `count` elements of each rank.
+  Result call(
+      Op op,
+      const at::Tensor& to,
+      const at::Tensor& from,
+      int64_t count,
+      bool async,
+      const c10d::ReduceOp& reduction = {},
+      int root = 0) {
+    const Collective c{
+        op,
+        from.data_ptr(),
+        to.data_ptr(),
+        static_cast<size_t>(count),
+        type_of(to),
+        operation_of(reduction),
+        root};
+    const auto launch = [c](auto comm, auto stream) {
+      return loaded->collective(comm, &c, stream);
+    };
+    return call(nccl_name(op), to, from, async, launch);
+  }
+
   Result point_to_point(const at::Tensor& t, int peer, int sender) {
+    TORCH_CHECK(coalescing_, "no test sends outside of a group");
     if (peer != getRank()) {
-      // Who sends is known on both sides: calls that do not meet hang.
       const int root = sender == std::min(peer, getRank()) ? 0 : 1;
-      const auto launch = [=](auto... where) {
-        return send_from(t, root, where...);
+      void* data = t.data_ptr();
+      const Collective c{
+          kBroadcast, data, data, t.nbytes(), DType::kUInt8, {}, root};
+      const auto launch = [c](auto comm, auto stream) {
+        return loaded->collective(comm, &c, stream);
       };
       return call("ncclSend", t, t, true, launch, peer, sender);
     }
-    TORCH_CHECK(coalescing_, "with this rank it hangs outside a group");
     if (sender == getRank() && !mailbox_.defined()) {
       mailbox_ = t; // sent before it is received, in tests
       return nullptr;
@@ -482,17 +451,13 @@ class FakeNccl : public c10d::Backend {
     const c10::Device device = to.device();
     connect(device);
     const c10::Stream now = current_stream(device);
-    // In a group, messages are the group's communicator's.
-    const bool alone = peer >= 0 && !coalescing_;
-    const c10::Stream stream = alone ? pairs_.at(peer).stream
-        : async                      ? *stream_
-                                     : now;
+    const c10::Stream stream = async ? *stream_ : now;
     if (async) {
       link(now, stream);
     }
-    const cuda::NcclComm comm = peer >= 0 ? pairs_.at(peer).comm : group_;
+    const cuda::NcclComm comm = peer >= 0 ? pairs_.at(peer) : group_;
     const auto launch = [=, this] {
-      const bool ordered = !alone &&
+      const bool ordered =
           !c10::impl::VirtualGuardImpl(c10::kCUDA).isStreamCapturing(stream);
       if (ordered) {
         last_.block(stream); // a communicator's operations have an order
@@ -500,7 +465,7 @@ class FakeNccl : public c10d::Backend {
       const OnDevice scope(device.index());
       // It takes its time, or who does not wait could be lucky.
       check(loaded->sleep(handle(stream), 3));
-      nccl->check(what, enqueue(comm, handle(stream)));
+      loaded->check(what, enqueue(comm, handle(stream)));
       if (ordered) {
         last_.record(stream);
       }
@@ -530,13 +495,13 @@ class FakeNccl : public c10d::Backend {
         std::vector<c10::Device>{device});
     work->future->markCompleted(c10::IValue(Tensors{to}));
     guard.exchangeStream(now);
-    return async && !(coalescing_ && peer >= 0) ? Result(work) : Result();
+    return async && peer < 0 ? Result(work) : Result();
   }
 
   const c10::intrusive_ptr<c10d::Store> store_;
   std::vector<cuda::NcclComm> comms_;
   cuda::NcclComm group_ = nullptr;
-  std::map<int, Channel> pairs_; // by the other rank
+  std::map<int, cuda::NcclComm> pairs_; // by the other rank
   std::optional<c10::Stream> stream_;
   c10::Event last_{c10::kCUDA};
   bool coalescing_ = false;
@@ -565,9 +530,6 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
 PYBIND11_MODULE(fusedpg_fake_nccl, m) {
   m.def("load", [](const char* path) {
     loaded = std::make_unique<Hooks>(path);
-    cuda::NcclApi api;
-    loaded->find("ncclGetErrorString", api.get_error_string);
-    nccl = std::make_unique<NcclFunctions>(api, *loaded);
     c10::impl::registerDeviceGuard(c10::kCUDA, new Guard);
   });
   py::class_<FakeNccl, c10d::Backend, c10::intrusive_ptr<FakeNccl>>(

@@ -31,25 +31,25 @@ _made: list[Any] = []  # delegates: their Python halves live as long as they
 
 
 def with_communicator(context: Context) -> None:
-    """Later delegates have a communicator as ProcessGroupNCCL has: the fake NCCL's."""
+    """Later delegates have a communicator as ProcessGroupNCCL has: the fake's."""
     from fusedpg import _registration
     from fusedpg._serve_gloo import Gloo
 
     class Id(ctypes.Structure):
-        _fields_ = (("internal", ctypes.c_char * 128),)
+        _fields_ = (("internal", ctypes.c_char * 16),)
 
-    nccl = ctypes.CDLL(os.environ["FUSEDPG_NCCL_LIB"])
+    library = ctypes.CDLL(os.environ["FUSEDPG_NCCL_LIB"])
 
     class Delegate(Gloo):
         @functools.cache  # noqa: B019 (_made keeps it anyway)
         def _comm_ptr(self) -> int:
             key, own, comm = "communicator", Id(), ctypes.c_void_p()
             if self.rank() == 0:
-                assert nccl.ncclGetUniqueId(ctypes.byref(own)) == 0
+                assert library.fusedpg_fake_make_id(ctypes.byref(own)) == 0
                 self.store.set(key, bytes(own).hex())
             found = Id.from_buffer_copy(bytes.fromhex(self.store.get(key).decode()))
-            made = nccl.ncclCommInitRankConfig(
-                ctypes.byref(comm), self.size(), found, self.rank(), None
+            made = library.fusedpg_fake_connect(
+                ctypes.byref(comm), ctypes.byref(found), self.rank(), self.size()
             )
             assert made == 0, made
             return comm.value or 0

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 import harness
-from checks.cuda_order import Scene, make_delegate
+from checks.cuda_order import Scene
 from fuzz.core import Choices, Pair, done
 from harness import Context
 
@@ -257,24 +257,6 @@ PROGRAMS = {
 def fixed(context: Context, name: str) -> None:
     for seed in range(4):
         list(run(Program(tuple(PROGRAMS[name]), seed), context))
-
-
-def ungrouped_messages(context: Context) -> None:
-    """What the fake does where NCCL hangs: both send first, outside of a group."""
-    scene = Scene(warm=False)
-    before = scene.fake.mismatches()
-    store = dist.PrefixStore("ungrouped", context.store)
-    nccl = make_delegate("cuda", store, context.rank, context.world_size, None)
-    peer = 1 - context.rank
-    works = [nccl.send([scene.param], peer, 0), nccl.recv([scene.out], peer, 0)]
-    deadline = time.monotonic() + 20
-    while scene.fake.mismatches() == before:
-        assert time.monotonic() < deadline, "they have met"
-        time.sleep(0.01)
-    scene.stays(scene.out, -7.0)
-    assert not any(work.is_completed() for work in works)
-    nccl.abort()
-    scene.close()
 
 
 def ends_beside_a_caller(context: Context, how: str) -> None:

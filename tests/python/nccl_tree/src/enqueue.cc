@@ -32,11 +32,6 @@ int candidates(const Info* info) {
   return open;
 }
 
-int chunk_of(const Info* info, int chunkSize) {
-  int bufferMaxChunkSize = chunkSize;
-  return bufferMaxChunkSize;
-}
-
 int steps_of(const Info* info, int ranks) {
   int pattern = ncclPatternRing;
   int nstepsPerLoop, nchunksPerLoop;

@@ -57,7 +57,7 @@ static __device__ __noinline__ void apply_update(
   if (update->mode == RingMode::kUpdate) {
     fusedpg::cuda::update_range(
         *update, offset, offset + count, thread, threads);
-  } else if (update->mode == RingMode::kMoments) {
+  } else {
     fusedpg::cuda::moments_range(
         *update,
         channel,
@@ -92,42 +92,15 @@ __device__ __forceinline__ void run_channel(
       work->recvbuff,
       0);
   const auto apply = [&](size_t offset, int elements) {
-    if (mode != RingMode::kSum) {
-      barrier_sync(kBarrier, threads);
-      apply_update(update, channel, offset, elements, thread, threads);
-      barrier_sync(kBarrier, threads);
-    }
+    barrier_sync(kBarrier, threads);
+    apply_update(update, channel, offset, elements, thread, threads);
+    barrier_sync(kBarrier, threads);
   };
-  if (update->skip_block != 0) {
-    size_t before = 0;
-    for (int c = work->channelLo; c < channel; ++c) {
-      size_t other_part, other_begin, other_chunk;
-      ncclCollCbdPart(
-          work,
-          c,
-          Proto::Id,
-          sizeof(T),
-          &count,
-          &other_begin,
-          &other_part,
-          &other_chunk);
-      before += (other_part + other_chunk - 1) / other_chunk;
-    }
-    const Listed layout{
-        update->present,
-        update->first,
-        update->skip_block,
-        stride,
-        chunk,
-        before,
-        (part + chunk - 1) / chunk};
-    run<true>(prims, ring->userRanks, size, stride, layout, apply);
-  } else if (mode == RingMode::kMoments) {
-    run<false>(
-        prims, ring->userRanks, size, stride, Dense{begin, part, chunk}, apply);
+  const Channel own{begin, part, chunk};
+  if (mode == RingMode::kMoments) {
+    run<false>(prims, ring->userRanks, size, stride, own, apply);
   } else {
-    run<true>(
-        prims, ring->userRanks, size, stride, Dense{begin, part, chunk}, apply);
+    run<true>(prims, ring->userRanks, size, stride, own, apply);
   }
 }
 

@@ -19,7 +19,6 @@ FUSEDPG_API ncclResult_t ncclFusedpgReduceScatterUpdate(
     size_t count,
     ncclDataType_t datatype,
     const void* update,
-    size_t skip_bytes,
     int how,
     ncclComm_t comm,
     cudaStream_t stream) {
@@ -27,11 +26,7 @@ FUSEDPG_API ncclResult_t ncclFusedpgReduceScatterUpdate(
   NCCLCHECK(PtrCheck(
       const_cast<void*>(update), "ncclFusedpgReduceScatterUpdate", "update"));
   NCCLCHECK(ncclCommEnsureReady(comm));
-  const bool power = (skip_bytes & (skip_bytes - 1)) == 0;
-  const bool fits =
-      skip_bytes == 0 || (skip_bytes >= (1 << 16) && skip_bytes <= (1 << 30));
-  if (comm->nRanks < 2 || !power || !fits || how < 0 ||
-      how > 2 * NCCL_NUM_PROTOCOLS + 1 ||
+  if (comm->nRanks < 2 || how < 0 || how > 2 * NCCL_NUM_PROTOCOLS + 1 ||
       (datatype != ncclFloat && datatype != ncclHalf &&
        datatype != ncclBfloat16)) {
     WARN("ncclFusedpgReduceScatterUpdate: invalid arguments");
@@ -53,7 +48,7 @@ FUSEDPG_API ncclResult_t ncclFusedpgReduceScatterUpdate(
   user->opFull.op = ncclDevFusedpgUpdate;
   user->opFull.scalarArgIsPtr = false;
   user->opFull.scalarArg = reinterpret_cast<uint64_t>(update);
-  user->opFull.proxyOp = ncclRedOp_t(int(skip_bytes) | how);
+  user->opFull.proxyOp = ncclRedOp_t(how);
   struct ncclInfo info = {
       ncclFuncReduceScatter,
       "FusedpgReduceScatterUpdate",

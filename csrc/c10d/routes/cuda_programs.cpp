@@ -3,8 +3,8 @@
 #include <map>
 #include <tuple>
 
-#include "c10d/cuda_group.hpp"
 #include "c10d/gil.hpp"
+#include "c10d/routes/cuda.hpp"
 #include "cuda/device.hpp"
 
 namespace fusedpg {
@@ -26,30 +26,50 @@ LoadedPrograms& loaded() {
 
 } // namespace
 
-WorkPtr CudaGroup::fused_program(
-    ProgramArguments arguments,
-    const char* title,
-    std::chrono::milliseconds timeout,
-    bool async_op) {
+WorkPtr CudaRoute::fused_program_(ProgramArguments arguments, bool async_op) {
+  constexpr const char* title = "fused:fused_program";
+  check_fused(title);
+  const bool known = arguments.done.numel() == 0;
+  TORCH_CHECK_VALUE(
+      arguments.function == nullptr,
+      "fused: fused_program: an address is a CPU's function; on a GPU pass "
+      "what load_program() gave");
+  TORCH_CHECK_VALUE(
+      arguments.layout.runs == 0,
+      "fused: fused_program: on a GPU a rank's elements are its shard_range");
+  TORCH_CHECK_VALUE(
+      arguments.layout.row == 1,
+      "fused: fused_program: no kernel takes whole rows");
+  TORCH_CHECK_VALUE(
+      std::get<0>(arguments.phases).empty(),
+      "fused: fused_program: no kernel has several phases");
+  TORCH_CHECK_VALUE(
+      known ? arguments.kernel != nullptr
+            : arguments.done.scalar_type() == at::kFloat &&
+              arguments.done.device() == arguments.source.device(),
+      "fused: fused_program: `done` must be one float32 on the GPU");
+  TORCH_CHECK_VALUE(
+      known || !CudaStreams(arguments.source.device(), pretend_).capturing(),
+      "fused: the first call of a fused function finds out whether all ranks "
+      "have compiled it, which a graph cannot hold; call it once before the "
+      "capture");
+  group_.stats.add(OpCode::kFusedProgram, DataPath::kStaged, {});
   const auto a = std::make_shared<const ProgramArguments>(std::move(arguments));
   ProgramCall call = to_engine(*a, rank_, size_);
-  call.missing =
-      a->done.numel() == 0 ? nullptr : static_cast<float*>(a->done.data_ptr());
+  call.missing = known ? nullptr : static_cast<float*>(a->done.data_ptr());
   return submit(
       a->source,
       title,
-      timeout,
       async_op,
       a->outputs,
       std::make_shared<std::shared_ptr<const ProgramArguments>>(a),
-      [&](cuda::CudaEngine& engine,
-          const cuda::CudaEngine::Submission& submission) {
+      [&](auto& engine, const auto& submission) {
         return Operations{engine.fused_program(call, a->kernel, submission)};
       },
       nullptr);
 }
 
-int CudaGroup::program_architecture(const at::Tensor& tensor) {
+int CudaRoute::program_architecture(const at::Tensor& tensor) {
   const cuda::CudaApi& api = cuda_api();
   const cuda::DeviceScope scope(
       api, CudaStreams(tensor.device(), pretend_).index());
@@ -58,7 +78,7 @@ int CudaGroup::program_architecture(const at::Tensor& tensor) {
   return number;
 }
 
-std::shared_ptr<cuda::LoadedProgram> CudaGroup::load_program(
+std::shared_ptr<cuda::LoadedProgram> CudaRoute::load_program(
     const std::string& image,
     const std::string& entry,
     uint32_t parameters,

@@ -1,4 +1,6 @@
-#include "c10d/cuda_group.hpp"
+// How calls come to the delegate and to the engine, and how those are made and end.
+
+#include "c10d/routes/cuda.hpp"
 
 #include <future>
 #include <thread>
@@ -22,7 +24,7 @@ using cuda::CudaEngine;
 // The calls that the delegate holds back on this thread, from the first one
 // between startCoalescing and endCoalescing: NCCL's groups belong to threads.
 struct Region {
-  const CudaGroup* group = nullptr;
+  const CudaRoute* group = nullptr;
   c10::intrusive_ptr<c10d::Backend> delegate;
   std::optional<CudaOrder::Place> place;
   std::shared_ptr<void> token; // the group knows by it that this lives
@@ -38,6 +40,8 @@ void check_not_held_back() {
       "after them");
 }
 
+// For outstanding work when a group is shut down.
+constexpr std::chrono::milliseconds kShutdownPatience{10000};
 // For the delegate's own end. NCCL waits for its kernels, and for graphs that
 // hold them as long as those live.
 constexpr std::chrono::milliseconds kDelegateEnd{10000};
@@ -75,12 +79,12 @@ void end_within(
 
 } // namespace
 
-const cuda::CudaApi& CudaGroup::cuda_api() const {
-  return cuda::load_cuda_api(settings_.cuda_lib);
+const cuda::CudaApi& CudaRoute::cuda_api() const {
+  return cuda::load_cuda_api(group_.settings.cuda_lib);
 }
 
 // Memory that all GPUs of the group see, cut into tensors.
-class CudaGroup::Arena {
+class CudaRoute::Arena {
  public:
   explicit Arena(std::shared_ptr<CudaEngine> engine)
       : engine_(std::move(engine)),
@@ -108,27 +112,21 @@ class CudaGroup::Arena {
   cuda::BlockList blocks_;
 };
 
-CudaGroup::CudaGroup(
+CudaRoute::CudaRoute(
+    Group& group,
     std::string name,
-    c10::intrusive_ptr<c10d::Store> store,
-    int rank,
-    int size,
-    const Settings& settings,
     bool spans_hosts,
     CudaEngine::CheckPeers check_peers,
     MakeDelegate make_delegate,
     bool pretend)
-    : name_(std::move(name)),
-      store_(std::move(store)),
-      rank_(rank),
-      size_(size),
-      settings_(settings),
+    : Forwarding(group),
+      name_(std::move(name)),
       spans_hosts_(spans_hosts),
       check_peers_(std::move(check_peers)),
       make_delegate_(std::move(make_delegate)),
       pretend_(pretend) {}
 
-CudaGroup::~CudaGroup() {
+CudaRoute::~CudaRoute() {
   // A Work may keep the engine for longer than the group lives.
   if (engine_) {
     engine_->close();
@@ -138,7 +136,7 @@ CudaGroup::~CudaGroup() {
   }
 }
 
-CudaGroup::BackendPtr CudaGroup::delegate_locked() {
+CudaRoute::BackendPtr CudaRoute::delegate_locked() {
   if (auto made = made_delegate()) {
     return made;
   }
@@ -146,12 +144,12 @@ CudaGroup::BackendPtr CudaGroup::delegate_locked() {
   // the other one ranks tell their failures meanwhile.
   auto made = make_delegate_(
       c10::make_intrusive<c10d::PrefixStore>(
-          "fusedpg-cuda", own_client(store_)));
+          "fusedpg-cuda", own_client(group_.store)));
   std::lock_guard<std::mutex> lock(made_mutex_);
   return delegate_ = made;
 }
 
-void CudaGroup::check_left_behind() {
+void CudaRoute::check_left_behind() {
   std::lock_guard<std::mutex> lock(made_mutex_);
   if (!left_behind_.empty()) {
     fail(
@@ -163,7 +161,7 @@ void CudaGroup::check_left_behind() {
   }
 }
 
-void CudaGroup::check_not_ending() const {
+void CudaRoute::check_not_ending() const {
   if (ending_) {
     fail(
         ErrorKind::kAborted,
@@ -173,16 +171,14 @@ void CudaGroup::check_not_ending() const {
 }
 
 // What the delegate holds back is its own, not the thread's.
-void CudaGroup::check_coalescer() const {
+void CudaRoute::check_coalescer() const {
   TORCH_CHECK_VALUE(
       holds_back() || held_back_.expired(),
       "fused: an operation on a GPU was called while another thread coalesces "
       "operations of the same group; call it before or after them");
 }
 
-std::shared_ptr<CudaEngine> CudaGroup::engine_for(
-    const at::Tensor& tensor,
-    std::chrono::milliseconds timeout) {
+std::shared_ptr<CudaEngine> CudaRoute::engine_for(const at::Tensor& tensor) {
   const CudaStreams streams(tensor.device(), pretend_);
   if (const auto made = engine()) {
     TORCH_CHECK_VALUE(
@@ -205,8 +201,9 @@ std::shared_ptr<CudaEngine> CudaGroup::engine_for(
   }
   // Keys of its own for each attempt. torch's rendezvous of symmetric memory
   // holds the group's client while it waits.
-  const auto client =
-      settings_.cuda_arena_bytes == 0 ? store_ : own_client(store_);
+  const auto client = group_.settings.cuda_arena_bytes == 0
+      ? group_.store
+      : own_client(group_.store);
   const auto store =
       std::make_shared<StoreRendezvous>(c10::make_intrusive<c10d::PrefixStore>(
           formatted("fusedpg-engine/{}", attempts_), client));
@@ -215,14 +212,14 @@ std::shared_ptr<CudaEngine> CudaGroup::engine_for(
       check_not_ending();
       check_left_behind();
       const cuda::CudaApi& cuda = cuda_api();
-      const cuda::NcclApi& nccl = cuda::load_nccl_api(settings_.nccl_lib);
+      const cuda::NcclApi& nccl = cuda::load_nccl_api(group_.settings.nccl_lib);
       return std::make_shared<CudaEngine>(
           cuda,
           nccl,
           rank_,
           size_,
           streams.index(),
-          settings_,
+          group_.settings,
           spans_hosts_,
           store,
           [this](const std::string& what) {
@@ -231,7 +228,7 @@ std::shared_ptr<CudaEngine> CudaGroup::engine_for(
             }
             check_peers_(what);
           },
-          Deadline(timeout),
+          Deadline(group_.timeout.load()),
           size_ == 1 ? nullptr
                      : std::make_unique<DelegateCarrier>(
                            delegate_locked(), streams, cuda, name_),
@@ -249,7 +246,7 @@ std::shared_ptr<CudaEngine> CudaGroup::engine_for(
       throw;
     }
   });
-  if (settings_.log_level > 0 && rank_ == 0) {
+  if (group_.settings.log_level > 0 && rank_ == 0) {
     const int version = made->nccl().version;
     log_line(formatted(
         "CUDA engine on NCCL {}.{}.{} ({}), {}{}{}",
@@ -275,7 +272,7 @@ std::shared_ptr<CudaEngine> CudaGroup::engine_for(
 }
 
 // torch's: it gives back what it has cached before there is no memory left.
-cuda::Allocate CudaGroup::allocator(const CudaStreams& streams) const {
+cuda::Allocate CudaRoute::allocator(const CudaStreams& streams) const {
   if (pretend_) {
     return nullptr;
   }
@@ -293,11 +290,8 @@ cuda::Allocate CudaGroup::allocator(const CudaStreams& streams) const {
   };
 }
 
-WorkPtr CudaGroup::delegated(
-    const at::Tensor& tensor,
-    std::chrono::milliseconds timeout,
-    bool coalescing,
-    Delegated call) {
+WorkPtr CudaRoute::delegate(const at::Tensor& tensor, Delegated call) {
+  group_.check_open("fused: a collective of CUDA tensors");
   std::lock_guard<std::mutex> lock(mutex_);
   check_coalescer();
   translate([&] {
@@ -307,7 +301,12 @@ WorkPtr CudaGroup::delegated(
   const auto delegate = delegate_locked();
   const auto engine = this->engine();
   const CudaStreams streams(tensor.device(), pretend_);
-  coalescing = coalescing && delegate->supportsCoalescing();
+  // What is held back is waited for as a whole.
+  const auto remembered = [this](const WorkPtr& work) {
+    return holds_back() ? work : group_.remember(work);
+  };
+  const bool coalescing =
+      group_.is_coalescing() && delegate->supportsCoalescing();
   if (coalescing && region.group != this) {
     delegate->startCoalescing();
     region = {this, delegate, std::nullopt, std::make_shared<bool>()};
@@ -315,9 +314,9 @@ WorkPtr CudaGroup::delegated(
   }
   if (pretend_) {
     if (engine) {
-      translate([&] { engine->drain(timeout); });
+      translate([&] { engine->drain(group_.timeout.load()); });
     }
-    return call(*delegate);
+    return remembered(call(*delegate));
   }
   std::optional<CudaOrder::Place> alone;
   auto& place = coalescing ? region.place : alone;
@@ -330,10 +329,10 @@ WorkPtr CudaGroup::delegated(
   if (!coalescing) {
     translate([&] { order_.after_ordinary(engine.get(), *place, work); });
   }
-  return work;
+  return remembered(work);
 }
 
-WorkPtr CudaGroup::end_coalescing() {
+WorkPtr CudaRoute::endCoalescing() {
   std::lock_guard<std::mutex> lock(mutex_);
   if (!holds_back()) {
     return nullptr;
@@ -352,11 +351,11 @@ WorkPtr CudaGroup::end_coalescing() {
   return work;
 }
 
-void CudaGroup::abandon_coalescing() noexcept {
+void CudaRoute::abandon_coalescing() noexcept {
   try {
     // NCCL cannot forget what it was told, and would hold back all that comes
     // later on this thread.
-    end_coalescing();
+    endCoalescing();
     const Region other = std::exchange(region, {});
     if (!other.delegate) {
       return;
@@ -379,14 +378,13 @@ void CudaGroup::abandon_coalescing() noexcept {
   }
 }
 
-bool CudaGroup::holds_back() const {
+bool CudaRoute::holds_back() const {
   return region.group == this;
 }
 
-WorkPtr CudaGroup::submit(
+WorkPtr CudaRoute::submit(
     const at::Tensor& tensor,
     const char* title,
-    std::chrono::milliseconds timeout,
     bool async_op,
     std::vector<at::Tensor> outputs,
     std::shared_ptr<void> tensors,
@@ -399,7 +397,7 @@ WorkPtr CudaGroup::submit(
     std::lock_guard<std::mutex> lock(mutex_);
     check_not_held_back();
     check_coalescer();
-    const auto engine = engine_for(tensor, timeout);
+    const auto engine = engine_for(tensor);
     if (!engine->failed()) { // which says more
       translate([&] { check_not_ending(); });
     }
@@ -408,7 +406,8 @@ WorkPtr CudaGroup::submit(
           pretend_ ? streams.current() : order_.before_fused(streams, *engine);
       Operations enqueued = body(
           *engine,
-          CudaEngine::Submission{current, timeout, std::move(tensors)});
+          CudaEngine::Submission{
+              current, group_.timeout.load(), std::move(tensors)});
       order_.after_fused();
       return enqueued;
     });
@@ -428,102 +427,39 @@ WorkPtr CudaGroup::submit(
   return nullptr;
 }
 
-WorkPtr CudaGroup::fused_step(
-    StepArguments arguments,
-    const char* title,
-    std::chrono::milliseconds timeout,
-    bool async_op) {
-  const at::Tensor first = arguments.params[0];
-  const std::vector<at::Tensor> outputs = arguments.params;
-  c10::NoGradGuard no_grad;
-  const auto plan = std::make_shared<StepPlan>(
-      std::make_shared<const StepArguments>(std::move(arguments)),
-      settings_.block_size);
-  return submit(
-      first,
-      title,
-      timeout,
-      async_op,
-      outputs,
-      plan,
-      [plan](CudaEngine& engine, const CudaEngine::Submission& submission) {
-        Operations operations;
-        for (const StepCall& call : plan->calls()) {
-          operations.push_back(engine.fused_step(call, submission));
-        }
-        return operations;
-      },
-      plan->has_used() ? std::function<void()>([plan] {
-        for (size_t i = 0; i < plan->calls().size(); ++i) {
-          plan->take_used(i);
-        }
-      })
-                       : nullptr);
-}
-
-WorkPtr CudaGroup::reduce_shards(
-    ShardsArguments arguments,
-    const char* title,
-    std::chrono::milliseconds timeout,
-    bool async_op) {
-  const auto a = std::make_shared<const ShardsArguments>(std::move(arguments));
-  const auto calls =
-      std::make_shared<std::vector<ShardsCall>>(split_shards(to_engine(*a)));
-  return submit(
-      a->grads[0],
-      title,
-      timeout,
-      async_op,
-      a->outputs.empty() ? a->grads : a->outputs,
-      std::make_shared<std::shared_ptr<const ShardsArguments>>(a),
-      [calls](CudaEngine& engine, const CudaEngine::Submission& submission) {
-        Operations operations;
-        for (const ShardsCall& call : *calls) {
-          operations.push_back(engine.reduce_shards(call, submission));
-        }
-        return operations;
-      },
-      nullptr);
-}
-
-bool CudaGroup::capturing(const at::Tensor& tensor) {
-  return CudaStreams(tensor.device(), pretend_).capturing();
-}
-
-CudaGroup::BackendPtr CudaGroup::delegate() {
+CudaRoute::BackendPtr CudaRoute::delegate() {
   const ReleaseGil release; // who holds the lock may need it
   std::lock_guard<std::mutex> lock(mutex_);
   translate([&] { check_left_behind(); });
   return delegate_locked();
 }
 
-CudaGroup::BackendPtr CudaGroup::made_delegate() {
+CudaRoute::BackendPtr CudaRoute::made_delegate() {
   std::lock_guard<std::mutex> lock(made_mutex_);
   return delegate_;
 }
 
-void CudaGroup::set_timeout(std::chrono::milliseconds timeout) {
+void CudaRoute::setTimeout(std::chrono::milliseconds timeout) {
   if (const auto made = made_delegate()) {
     made->setTimeout(timeout);
   }
 }
 
-std::shared_ptr<CudaEngine> CudaGroup::engine() {
+std::shared_ptr<CudaEngine> CudaRoute::engine() {
   std::lock_guard<std::mutex> lock(made_mutex_);
   return engine_;
 }
 
-std::optional<at::Tensor> CudaGroup::allocate(
+std::optional<at::Tensor> CudaRoute::allocate(
     at::IntArrayRef sizes,
-    const at::TensorOptions& options,
-    std::chrono::milliseconds timeout) {
-  if (settings_.cuda_arena_bytes == 0) {
+    const at::TensorOptions& options) {
+  if (group_.settings.cuda_arena_bytes == 0) {
     return std::nullopt;
   }
   std::shared_ptr<Arena> arena;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    engine_for(at::empty({0}, options), timeout);
+    engine_for(at::empty({0}, options));
     arena = arena_;
   }
   if (!arena) {
@@ -538,7 +474,7 @@ std::optional<at::Tensor> CudaGroup::allocate(
   return tensor;
 }
 
-void CudaGroup::end_delegate(void (c10d::Backend::*end)()) {
+void CudaRoute::end_delegate(void (c10d::Backend::*end)()) {
   BackendPtr made;
   bool left_behind = false;
   {
@@ -554,7 +490,7 @@ void CudaGroup::end_delegate(void (c10d::Backend::*end)()) {
   }
 }
 
-void CudaGroup::abort() {
+void CudaRoute::abort() {
   ending_ = true;
   // Not under the lock, which a call that hangs may hold.
   if (const auto engine = this->engine()) {
@@ -563,9 +499,9 @@ void CudaGroup::abort() {
   end_delegate(&c10d::Backend::abort);
 }
 
-void CudaGroup::shutdown(std::chrono::milliseconds timeout) {
+void CudaRoute::shutdown() {
   ending_ = true;
-  const Deadline deadline(timeout);
+  const Deadline deadline(kShutdownPatience);
   std::unique_lock<std::mutex> lock(mutex_, std::defer_lock);
   if (!lock_within(lock, deadline)) {
     // A call of another thread hangs inside NCCL: only an abort ends it.
