@@ -45,12 +45,14 @@ DEFAULT_TIMEOUT = 60.0
 GRACE = 10.0
 ROOT = Path(__file__).resolve().parents[2]
 FORKED = multiprocessing.get_context("forkserver")
-# Who makes an optimizer or a DDP module imports torch._dynamo, which takes as long as all the rest;
-# pytest and hypothesis come with the module of a test, whose functions the workers run.
+# What many workers would import, each for itself. Who makes an optimizer or a DDP module imports
+# torch._dynamo, which takes as long as all the rest; pytest and hypothesis come with the module of
+# a test, whose functions the workers run.
 FORKED.set_forkserver_preload(
     [
         *("torch.distributed", "torch.nn.parallel", "torch._dynamo"),
         *("torch.distributed.checkpoint", "pytest", "hypothesis"),
+        *("fusedpg.optim", "fusedpg.fusion", "fusedpg.compress", "fusedpg.tensor_parallel"),
     ]
 )
 
@@ -454,7 +456,7 @@ class _Body:
 
 
 def on_ranks(*world_sizes: Any, timeout: float = DEFAULT_TIMEOUT) -> Callable[..., Any]:
-    """Makes a test of what each rank does, in a pool of each of these sizes.
+    """Makes a test of what each rank does, in a pool of each of these sizes, or names of HOSTS.
 
     The first parameter is the rank's Context, the others are pytest's. The innermost decorator.
     What the body returns, such as a digest of its results, must be the same on all ranks.
@@ -462,8 +464,9 @@ def on_ranks(*world_sizes: Any, timeout: float = DEFAULT_TIMEOUT) -> Callable[..
     import pytest  # a worker that only runs checks does without
 
     def decorate(body: Callable[..., Any]) -> Callable[..., None]:
-        def test(world_size: int, **arguments: Any) -> None:
-            pool(world_size).agree(_Body(body), arguments, timeout=timeout)
+        def test(world_size: int | str, **arguments: Any) -> None:
+            ranks = pool_of_hosts(world_size) if world_size in HOSTS else pool(world_size)
+            ranks.agree(_Body(body), arguments, timeout=timeout)
 
         signature = inspect.signature(body)
         size = inspect.Parameter("world_size", inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -472,7 +475,8 @@ def on_ranks(*world_sizes: Any, timeout: float = DEFAULT_TIMEOUT) -> Callable[..
         del made.__wrapped__
         made.__signature__ = signature.replace(parameters=[size, *others])
         made.body = body
-        ids = [f"world{getattr(n, 'values', [n])[0]}" for n in world_sizes]
+        ids = [str(getattr(n, "values", [n])[0]) for n in world_sizes]
+        ids = [f"world{name}" if name.isdigit() else name for name in ids]
         return pytest.mark.parametrize("world_size", world_sizes, ids=ids)(made)
 
     return decorate

@@ -17,7 +17,7 @@ from checks import fused_ops, optim_faults
 from checks.cases import same
 from checks.fused_ops import BF16, FP16, FP32, FP64, OPS, OWN_RUNS, RUNS, Model, Run, works
 from fusedpg._registration import load_extension
-from harness import Context
+from harness import Context, on_ranks
 
 
 def direct(model: Model, group_name: str) -> tuple[list[Any], dict[str, Any]]:
@@ -141,23 +141,73 @@ def test_runs_are_identical(workers: harness.Workers) -> None:
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_steps_in_flight(workers: harness.Workers, op: str) -> None:
-    workers.run(fused_ops.many_steps_in_flight, op)
+@on_ranks(1, 2, 3, harness.slow(4))
+def test_steps_in_flight(context: Context, op: str) -> None:
+    """Asynchronous calls on different tensors, waited for at the end."""
+    models, twins = ([Model(context, Run(op, seed=seed)) for seed in range(8)] for _ in range(2))
+    works = []
+    for model in models:
+        model.set_gradients(0)
+        works.append(model.start(async_op=True))
+    for work in works:
+        work.wait()
+    for model, twin in zip(models, twins, strict=True):
+        twin.set_gradients(0)
+        twin.step()
+        for mine, want in zip(model.state(), twin.state(), strict=True):
+            assert same(mine, want)
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_between_collectives(workers: harness.Workers, op: str) -> None:
-    workers.run(fused_ops.with_collectives_between, op)
+@on_ranks(1, 2, 3, harness.slow(4))
+def test_between_collectives(context: Context, op: str) -> None:
+    """Fused steps and ordinary collectives on one queue, and in a subgroup."""
+    model = Model(context, Run(op))
+    for step in range(5):
+        model.set_gradients(step)
+        tensor = torch.ones(1000)
+        work = dist.all_reduce(tensor, async_op=True)
+        model.step()
+        assert work is not None
+        work.wait()
+        assert bool((tensor == context.world_size).all())
+    group = dist.new_group()
+    model.step(group=group)
+    dist.destroy_process_group(group)
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_leaf_parameters(pair: harness.Workers, op: str) -> None:
-    pair.run(fused_ops.leaf_parameters, op)
+@on_ranks(2)
+def test_leaf_parameters(context: Context, op: str) -> None:
+    """Parameters that require gradients work under no_grad."""
+    model = Model(context, Run(op, shapes=((1021,),)))
+    model.params[0].requires_grad_()
+    model.params[0].pow(2).sum().backward()
+    assert model.params[0].grad is not None
+    model.grads[0] = model.params[0].grad
+    before = model.params[0].detach().clone()
+    with torch.no_grad():
+        model.step()
+    assert not same(model.params[0].detach(), before)
+    assert model.params[0].requires_grad
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_gradients_of_another_layout(pair: harness.Workers, op: str) -> None:
-    pair.run(fused_ops.other_layout, op)
+@on_ranks(2)
+def test_gradients_of_another_layout(context: Context, op: str) -> None:
+    """A gradient whose strides are not the parameter's is understood or refused."""
+    model, twin = (Model(context, Run(op, shapes=((64, 3), (9, 31)))) for _ in range(2))
+    for one in (model, twin):
+        one.set_gradients(0)
+    model.grads[0] = model.grads[0].t().contiguous().t()
+    twin.step()
+    try:
+        model.step()
+    except (ValueError, RuntimeError) as error:
+        assert "grads" in str(error)
+    else:
+        for mine, want in zip(model.state(), twin.state(), strict=True):
+            assert same(mine, want)
 
 
 @pytest.mark.parametrize("op", ["sgd", "adam", "adamw"])
@@ -428,10 +478,7 @@ def test_unknown_group(op: str) -> None:
 def compiled(context: Context, run: Run, how: str, backend: str) -> None:
     """The same bits as in eager mode, in one graph."""
     import torch._dynamo
-    import torch._inductor.config
 
-    # Compiling in processes of its own is slow to start.
-    torch._inductor.config.compile_threads = 1
     torch._dynamo.reset()
     eager, model = Model(context, run), Model(context, run)
     name = dist.distributed_c10d._get_default_group().group_name
