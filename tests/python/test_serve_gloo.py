@@ -427,30 +427,23 @@ def test_compressed_gradients(context: Context, uncompressed: int) -> None:
     dist.destroy_process_group(gloo)
 
 
-def between_hosts(context: Context) -> str:
+@on_ranks("two")
+def test_between_hosts(context: Context) -> None:
     with served() as group:
         check_sum(context, group)
         t = torch.full((3,), float(context.rank))
         peer = context.rank ^ 1
         other = torch.empty(3)
-        for work in (
-            dist.isend(t, peer, group=group)
-            if context.rank < peer
-            else dist.irecv(other, peer, group=group),
-            dist.irecv(other, peer, group=group)
-            if context.rank < peer
-            else dist.isend(t, peer, group=group),
-        ):
+        calls = [
+            lambda: dist.isend(t, peer, group=group),
+            lambda: dist.irecv(other, peer, group=group),
+        ]
+        for work in [call() for call in calls[:: 1 if context.rank < peer else -1]]:
             work.wait()
         assert torch.equal(other, torch.full((3,), float(peer)))
         dist.monitored_barrier(group)
         info = fusedpg.group_info(group)
-        assert info["backend"] == "gloo"
-        return info["engine"]
-
-
-def test_between_hosts() -> None:
-    assert harness.pool_of_hosts("two").run(between_hosts) == ["tcp"] * 2
+        assert (info["backend"], info["engine"]) == ("gloo", "tcp")
 
 
 # --- timeouts, options, exceptions --------------------------------------------
@@ -859,18 +852,6 @@ def test_import_without_autoload() -> None:
     assert done.stdout.split() == ["ProcessGroupFused"]
 
 
-@pytest.mark.parametrize("value", ["1", "0"])
-def test_doctor_says_who_serves(value: str) -> None:
-    done = subprocess.run(
-        harness.python("-m", "fusedpg"),
-        env={**os.environ, "FUSEDPG_SERVE_GLOO": value},
-        capture_output=True,
-        text=True,
-    )
-    line = next(line for line in done.stdout.splitlines() if line.startswith("gloo"))
-    assert ("served by fusedpg" in line) == (value == "1"), line
-
-
 TORCHCOMMS = """
 def is_backend_built(name):
     return name == "gloo"
@@ -905,17 +886,18 @@ def test_torchcomms_gets_names(backend: str, words: str, tmp_path: Path) -> None
         assert words in done.stderr, done.stderr
 
 
-RPC = """
-import torch.distributed.rpc as rpc, torch, os
-rank = int(os.environ["RANK"])
-rpc.init_rpc(f"w{rank}", rank=rank, world_size=2)
-if rank == 0:
-    print(rpc.rpc_sync("w1", torch.add, (torch.ones(2), 1)).tolist())
-rpc.shutdown()
-"""
+def by_rpc(context: Context, environment: dict[str, str]) -> list[float] | None:
+    from torch.distributed import rpc
+
+    os.environ.update(environment)
+    with serving():
+        rpc.init_rpc(f"w{context.rank}", rank=context.rank, world_size=2)
+        found = rpc.rpc_sync("w1", torch.add, (torch.ones(2), 1)) if context.rank == 0 else None
+        rpc.shutdown()
+    return None if found is None else found.tolist()
 
 
 def test_rpc() -> None:
-    for rank, done in enumerate(run_ranks(RPC, FUSEDPG_SERVE_GLOO="1")):
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.split() == (["[2.0,", "2.0]"] if rank == 0 else [])
+    with harness.Workers(2, init=False, oracle=False) as workers:
+        found = workers.run(by_rpc, harness.environment_of(workers.store))
+    assert found == [[2.0, 2.0], None]
