@@ -232,21 +232,19 @@ def check_sum(context: Context, group: dist.ProcessGroup) -> None:
     assert torch.equal(t, torch.arange(5000.0) * n + n * (n - 1) / 2)
 
 
+def adds_up(context: Context, backend: Any) -> None:
+    """A backend or a group, without torch.distributed."""
+    t = torch.ones(3)
+    backend.allreduce([t]).wait()
+    assert t.sum() == 3 * context.world_size
+
+
 def compare(context: Context, name: str) -> tuple[Any, Any]:
     """What came out on Gloo, and on a served group."""
-    from fusedpg import _serve_gloo
-
     row = ROWS[name]
     gloo = row.run(context, context.oracle)
-    _serve_gloo.serve_gloo(True)
-    try:
-        group = dist.new_group(backend="gloo")
-        try:
-            return gloo, row.run(context, group)
-        finally:
-            dist.destroy_process_group(group)
-    finally:
-        _serve_gloo.serve_gloo(False)
+    with served() as group:
+        return gloo, row.run(context, group)
 
 
 # --- what it does otherwise -----------------------------------------------------
@@ -337,9 +335,7 @@ def test_subclass_stays_real(context: Context) -> None:
         assert Mine.__mro__[1] is serve().Gloo
         mine = Mine(dist.PrefixStore("mine", context.store), context.rank, context.world_size)
         assert mine.made and isinstance(mine, dist.ProcessGroupGloo)
-        t = torch.ones(3)
-        mine.allreduce([t]).wait()
-        assert t.sum() == 3 * context.world_size
+        adds_up(context, mine)
 
 
 @on_ranks(2)
@@ -356,9 +352,7 @@ def test_group_made_by_hand(context: Context) -> None:
         group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
         assert backend.options._timeout == timeout
         group.barrier().wait()
-        t = torch.ones(7)
-        group.allreduce([t]).wait()
-        assert t.sum() == 7 * context.world_size
+        adds_up(context, group)
 
 
 @on_ranks(2)
@@ -489,9 +483,7 @@ def test_options_with_devices_are_gloos(context: Context, ranks: list[int]) -> N
     with serving():
         backend = with_options(context, f"devices{ranks}", ranks)
         assert type(backend) is serve().Gloo
-        t = torch.ones(3)
-        backend.allreduce([t]).wait()
-        assert t.sum() == 3 * context.world_size
+        adds_up(context, backend)
 
 
 @on_ranks(2)
@@ -656,9 +648,7 @@ def test_debugging_of_another_backend(context: Context) -> None:
     finally:
         module._arguments = before
     assert isinstance(wrapper, c10d._ProcessGroupWrapper)
-    t = torch.ones(3)
-    wrapper.allreduce([t]).wait()
-    assert t.sum() == 3 * context.world_size
+    adds_up(context, wrapper)
 
 
 @on_ranks(3)
@@ -720,9 +710,7 @@ def test_groups_of_both_kinds_under_one_prefix(context: Context) -> None:
                 store, context.rank, context.world_size, datetime.timedelta(seconds=20)
             )
             assert (type(backend) is not serve().Gloo) == ours, turn
-            t = torch.ones(3)
-            backend.allreduce([t]).wait()
-            assert t.sum() == 3 * context.world_size
+            adds_up(context, backend)
             dist.barrier()
             del backend
             dist.barrier()
@@ -767,9 +755,7 @@ def test_store_that_cannot_agree(context: Context) -> None:
         )
         assert type(backend) is serve().Gloo
         assert any("its store has only" in text for text in serve()._said)
-        t = torch.ones(3)
-        backend.allreduce([t]).wait()
-        assert t.sum() == 3 * context.world_size
+        adds_up(context, backend)
 
 
 # --- the variable -------------------------------------------------------------
