@@ -22,6 +22,7 @@ import multiprocessing.connection
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -555,3 +556,31 @@ def environment_of(store: dist.TCPStore) -> dict[str, str]:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
+
+
+def run_ranks(
+    program: str, *arguments: str, size: int = 2, **environment: str
+) -> list[subprocess.CompletedProcess[str]]:
+    """Interpreters of their own that end, each of them a rank by its environment."""
+    store = serve()
+    processes = []
+    for rank in range(size):
+        own = {"RANK": str(rank), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1", **environment}
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-c", program, *arguments],
+                env={**os.environ, **environment_of(store), **own},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    done = []
+    try:
+        for process in processes:
+            out, err = process.communicate(timeout=100)
+            done.append(subprocess.CompletedProcess("", process.returncode, out, err))
+    finally:
+        for process in processes:
+            process.kill()
+    return done

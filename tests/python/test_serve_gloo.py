@@ -7,8 +7,6 @@ import datetime
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -772,38 +770,11 @@ dist.destroy_process_group()
 """
 
 
-def run_ranks(
-    program: str, *arguments: str, size: int = 2, **environment: str
-) -> list[subprocess.CompletedProcess[str]]:
-    store = harness.serve()
-    processes = []
-    for rank in range(size):
-        own = {"RANK": str(rank), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1", **environment}
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, "-c", program, *arguments],
-                env={**os.environ, **harness.environment_of(store), **own},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-    done = []
-    try:
-        for process in processes:
-            out, err = process.communicate(timeout=100)
-            done.append(subprocess.CompletedProcess("", process.returncode, out, err))
-    finally:
-        for process in processes:
-            process.kill()
-    return done
-
-
 @pytest.mark.parametrize("arguments", [(), ("gloo",), ("cpu:gloo",)])
 @pytest.mark.parametrize("value", ["1", "0"])
 def test_variable(arguments: tuple[str, ...], value: str) -> None:
     """Alone: the program imports torch and asks for gloo, or for nothing."""
-    for done in run_ranks(PROGRAM, *arguments, FUSEDPG_SERVE_GLOO=value):
+    for done in harness.run_ranks(PROGRAM, *arguments, FUSEDPG_SERVE_GLOO=value):
         # Beside other work torch's own Gloo aborts now and then when its process exits, also where
         # fusedpg is not even imported.
         gloos = value == "0" and "terminate called without an active exception\n" in done.stderr
@@ -814,7 +785,7 @@ def test_variable(arguments: tuple[str, ...], value: str) -> None:
 
 
 def test_variable_with_other_values() -> None:
-    done = run_ranks(PROGRAM, "gloo", size=1, FUSEDPG_SERVE_GLOO="yes")[0]
+    done = harness.run_ranks(PROGRAM, "gloo", size=1, FUSEDPG_SERVE_GLOO="yes")[0]
     assert "FUSEDPG_SERVE_GLOO must be 0 or 1, got yes" in done.stderr
     assert done.stdout.split()[0] == "ProcessGroupGloo"
 
@@ -830,9 +801,9 @@ print(type(dist.new_group(backend="gloo")._get_backend(__import__("torch").devic
 def test_import_without_autoload() -> None:
     """Then fusedpg is asked when it is imported, and says that there are groups already."""
     environment = {"FUSEDPG_SERVE_GLOO": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    done = run_ranks(PROGRAM, "gloo", size=1, **environment)[0]
+    done = harness.run_ranks(PROGRAM, "gloo", size=1, **environment)[0]
     assert done.stdout.split()[0] == "ProcessGroupGloo"
-    done = run_ranks(LATE, size=1, **environment)[0]
+    done = harness.run_ranks(LATE, size=1, **environment)[0]
     assert done.returncode == 0, done.stderr
     assert "the groups of this process that exist stay Gloo's" in done.stderr
     assert done.stdout.split() == ["ProcessGroupFused"]
@@ -865,7 +836,7 @@ def test_torchcomms_gets_names(backend: str, words: str, tmp_path: Path) -> None
         "TORCH_DISTRIBUTED_USE_TORCHCOMMS": "1",
         "FUSEDPG_SERVE_GLOO": "1",
     }
-    done = run_ranks(PROGRAM, backend, size=1, **environment)[0]
+    done = harness.run_ranks(PROGRAM, backend, size=1, **environment)[0]
     if backend == "fused" and hasattr(c10d, "_torchcomms_handles_backend"):
         assert done.stdout.split()[:2] == ["ProcessGroupFused", "fused"], done.stderr
     else:
