@@ -56,12 +56,13 @@ def launch(job: Job, where: Hosts) -> list[Row]:
     if reason is not None:
         print(f"no hosts: {reason}", file=sys.stderr)
         sys.exit(2)
-    made = namespaces().Hosts(where.count, where.rate)
-    return harness.launched(
-        job,
-        lambda program, env: made.run(program, ranks=where.ranks, env=env, timeout=TIMEOUT),
-        within=made,
-    )
+    made = namespaces().Hosts(where.count + where.others, where.rate)
+
+    def start_on_hosts(program: list[str], env: dict[str, str]) -> None:
+        more = where.start(made) if where.start else {}
+        made.run(program, ranks=[where.ranks] * where.count, env=env | more, timeout=TIMEOUT)
+
+    return harness.launched(job, start_on_hosts, within=made)
 
 
 def link(rate: str) -> dict[str, float]:
@@ -88,7 +89,8 @@ def take_own_cores() -> None:
 def be_rank(job: Job, send: Callable[[list[Row]], object]) -> None:
     """The whole life of a rank that torchrun started."""
     torch.set_num_threads(1)
-    take_own_cores()
+    if job.own_cores:
+        take_own_cores()
     import fusedpg  # noqa: F401  (registers the backend)
 
     dist.init_process_group("fused", timeout=harness.TIMEOUT)

@@ -5,6 +5,7 @@ Drawn from rows alone, so that `report.py` can draw them again from saved result
 
 from __future__ import annotations
 
+import json
 import math
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,7 +20,6 @@ COLOURS = {words.OURS: "#1967d2", words.PEER: "#9aa0a6", words.LIMIT: "#202124"}
 LINES = ("-", "--", ":", "-.")
 MARKERS = ("o", "s", "^", "D")
 WIDTH = 8  # inches: more of them are too small to read on a page
-Panel = tuple[str, int]  # case, and size where each has a panel of its own
 Draw = Callable[[], Any]  # makes a figure
 
 
@@ -432,3 +432,9 @@ def draw_blocks(rows: Sequence[Mapping[str, Any]]) -> Any:
     axis.grid(axis="y", alpha=0.25)
     axis.legend(fontsize="small")
     return titled(figure, "20 MiB of fp32, links of 1 Gbit/s, medians")
+
+
+def of_aggregators(path: Path) -> Draw:
+    """Of the rows that `aggregators.py` has saved."""
+    draw = draw_blocks if path.stem == "blocks" else draw_densities
+    return partial(draw, json.loads(path.read_text())["rows"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -113,16 +113,23 @@ def parameter_bytes(name: str) -> int:
 # Arms
 
 Optimizer = torch.optim.Optimizer
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+
+def adamw(params: Iterable[nn.Parameter]) -> Optimizer:
+    return torch.optim.AdamW(params, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
 
 
 class Arm:
-    """A model, its optimizer, and a fixed batch of this rank."""
+    """A model, its optimizer, and a fixed batch of this rank; under DDP where there is a group."""
 
     optimizer: Optimizer
 
-    def __init__(self, model: str, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, model: str, group: dist.ProcessGroup | None, of_torch: MakeOptimizer = adamw
+    ) -> None:
         torch.manual_seed(0)
-        self.group = group
+        self.group, self.of_torch = group, of_torch
         self.module = MODELS[model].make()
         generator = torch.Generator().manual_seed(1 + dist.get_rank(group))
         self.x = MODELS[model].batch(generator)
@@ -131,18 +138,27 @@ class Arm:
         self.make_optimizer()
 
     def wrap(self) -> nn.Module:
+        if self.group is None:
+            return self.module
         return DistributedDataParallel(
             self.module, process_group=self.group, gradient_as_bucket_view=True
         )
 
     def make_optimizer(self) -> None:
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True
-        )
+        self.optimizer = self.of_torch(self.model.parameters())
+
+    def without_communication(self) -> Arm:
+        """DDP with a hook that communicates nothing."""
+        assert isinstance(self.model, DistributedDataParallel)
+        self.model.register_comm_hook(None, keep_bucket)
+        return self
+
+    def forward(self) -> Tensor:
+        return F.cross_entropy(self.model(self.x), self.y)
 
     def backward(self) -> Tensor:
         self.optimizer.zero_grad()
-        loss = F.cross_entropy(self.model(self.x), self.y)
+        loss = self.forward()
         loss.backward()
         return loss.detach()
 
@@ -226,21 +242,17 @@ class UnfusedArm(FusedArm):
             self._pieces.append([flat[begin : begin + length] for begin, length in ranges])
         rank = dist.get_rank(self.group)
         self._slices = [nn.Parameter(pieces[rank]) for pieces in self._pieces]
-        self._unfused = torch.optim.AdamW(
-            self._slices, lr=LR, weight_decay=WEIGHT_DECAY, fused=True
-        )
+        self._unfused = adamw(self._slices)
 
     def step(self) -> Tensor:
-        self.optimizer.zero_grad()
-        loss = F.cross_entropy(self.model(self.x), self.y)
-        loss.backward()
+        loss = self.backward()
         for p, own in zip(self.module.parameters(), self._slices, strict=True):
             assert p.grad is not None
             own.grad = p.grad.local()  # type: ignore[attr-defined]
         self._unfused.step()
         for pieces, own in zip(self._pieces, self._slices, strict=True):
             dist.all_gather(pieces, own.detach(), group=self.group)
-        return loss.detach()
+        return loss
 
 
 class OverlapArm(FusedArm):
@@ -287,7 +299,7 @@ class NoSyncArm(FusedArm):
         for p in self.module.parameters():
             p.grad = None
         with self.model.no_sync():
-            loss = F.cross_entropy(self.model(self.x), self.y)
+            loss = self.forward()
             loss.backward()
         self.optimizer.step()
         return loss.detach()

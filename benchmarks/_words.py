@@ -136,16 +136,12 @@ CASES = {
     "step": "DDP step, MLP, 25 M parameters",
     "micro-batches": "16 micro-batches",
 }
-LIMITS = ("copy", "link", "no_sync", "no_comm", "no_sync + step", "matmul alone", "scan")
-LIMITS += (
-    "plain sockets",
-    "plain sockets, and the sum",
-    "link with headers",
-    "forward alone",
-    "optimizer alone",
-    "step's bound",
+LIMITS = (
+    *("copy", "link", "no_sync", "no_comm", "no_sync + step", "matmul alone", "scan"),
+    *("plain sockets", "plain sockets, and the sum", "link with headers", "forward alone"),
+    *("optimizer alone", "step's bound", "all_reduce alone", "no communication"),
+    *("shards alone", "fake functional"),
 )
-LIMITS += ("all_reduce alone", "no communication", "shards alone", "fake functional")
 PEERS = ("a", "b", "c", "open mpi", "one rank", "one rank, all threads", "plain torch")
 BEGIN_OF_PEERS = ("gloo", "deepspeed", "nccl", "torch.", "reduce_scatter, ")
 
@@ -172,8 +168,6 @@ def whose(name: str) -> str:
     name = name.removesuffix(KEPT)
     if name in LIMITS:
         return LIMIT
-    if name in PEERS or name.startswith(
-        ("gloo", "deepspeed", "nccl", "torch.", "reduce_scatter, ")
-    ):
+    if name in PEERS or name.startswith(BEGIN_OF_PEERS):
         return PEER
     return OURS

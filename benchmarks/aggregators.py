@@ -1,11 +1,12 @@
 """Time all-reduces between hosts by aggregators, from rank to rank, and by Gloo.
 
     python benchmarks/aggregators.py --workers 4 --aggregators 2 --rate 1gbit --size 100M
+    python benchmarks/aggregators.py --figure density
 
 Workers and aggregators are network namespaces of this machine whose links have a rate (needs root,
 `ip` and `tc`; exits with 2 where that cannot be): see tests/python/hosts.py. Before anything is
-timed each arm's result is checked, and the bits of our two arms are compared. A row has the median
-of the slowest rank's times. "link" is what a worker's link needs for the tensor, one way.
+timed each arm's result is checked, and the bits of our two arms are compared. A time is that of the
+slowest rank. "link" is what a worker's link needs for the tensor, one way.
 
 With ``--densities`` tensors hold so many percent of their blocks on each rank, which no two ranks
 share (``--overlap none``; where they are too many for that, and with ``all``, ranks have the same
@@ -13,7 +14,11 @@ ones). Then "blocks" is `sparse_all_reduce` from rank to rank, and "auto" what t
 which the row says. Gloo's and the ring's times are those of the dense tensor.
 
 With ``--messages`` there are rows of "aggregators" for each of these sizes of messages, in bytes,
-and each block of ``--blocks`` (OmniReduce's figure 13). `aggregators_figures.py` draws the figures.
+and each block of ``--blocks``. ``--figure`` measures and draws OmniReduce's figures 4 and 5
+(density by workers) and 13 (blocks by messages), with as many aggregators as workers: `density`
+with links of 1 Gbit/s, `fast` with links of 10, as figure 5 has faster links than figure 4,
+`colocated` with aggregators on the workers' hosts, and `blocks`. It saves each as JSON in
+benchmarks/results/aggregators, and as PNG in build/figures/aggregators.
 """
 
 from __future__ import annotations
@@ -21,68 +26,198 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import sys
 import time
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+import _harness as harness
+import _hosts
+import _plots as plots
 import fusedpg
+from _harness import Context, Hosts, Row
 
-UNITS = {"K": 1 << 10, "M": 1 << 20}
-PORT = 29411
-ARMS = ("aggregators", "ring", "gloo")
+ADDRESSES = "FUSEDPG_BENCH_AGGREGATORS"  # where ranks find the aggregators
+DENSE = "dense"
+ARMS = ("aggregators", "ring", "gloo", "auto")
 SPARSE = ("aggregators", "blocks", "auto")
+RESULTS = harness.RESULTS / "aggregators"
+_BY_DENSITY = "--size 20M --densities 80,40,20,10,4,2,1"
+# By name: numbers of workers, and other options.
+FIGURES: dict[str, tuple[tuple[int, ...], str]] = {
+    "density": ((2, 4), _BY_DENSITY),
+    "fast": ((2, 4), f"{_BY_DENSITY} --rate 10gbit"),
+    "colocated": ((2, 4, 8), f"{_BY_DENSITY} --colocated"),
+    "blocks": (
+        (4,),
+        "--size 20M --densities 10 --overlap all --blocks 32,128,256,1024,4096 "
+        "--messages 4096,16384,65536,253952",
+    ),
+}
 
 
-def options(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def main() -> int:
+    parser = harness.Parser(__doc__, sizes="100M", rounds=5)
+    flag = parser.add_argument
+    flag("--workers", type=int, default=4)
+    flag("--aggregators", type=int, default=2)
+    flag("--colocated", action="store_true", help="on the workers' hosts")
+    flag("--rate", default="1gbit", help="of each link, as `tc` writes it")
+    flag("--densities", type=numbers, default="", help="percent of blocks, with commas")
+    flag("--overlap", choices=("none", "all"), default="none")
+    flag("--block", type=int, default=256, help="elements")
+    flag("--messages", type=numbers, default="", help="bytes, with commas")
+    flag("--blocks", type=numbers, default="256", help="elements, with commas; for --messages")
+    flag("--figure", choices=(*FIGURES, "all"), help="of OmniReduce, each with 3 rounds")
+    flag("--draw", action="store_true", help="the figure from what was measured before")
+    args = parser.parse_args()
+    if args.figure is None:
+        rows = timed(args)
+        if args.json:
+            args.json.write_text(json.dumps(rows, indent=1) + "\n")
+        return 0
+    for figure in FIGURES if args.figure == "all" else [args.figure]:
+        path = RESULTS / f"{figure}.json"
+        if not args.draw:
+            harness.write(path, harness.about(), measured(figure, parser))
+        plots.save(harness.FIGURES / f"aggregators/{figure}.png", plots.of_aggregators(path))
+    return 0
+
+
+def numbers(text: str) -> list[float]:
+    return [float(word) for word in text.split(",") if word]
+
+
+def measured(figure: str, parser: argparse.ArgumentParser) -> list[dict[str, Any]]:
+    counts, options = FIGURES[figure]
+    rows = []
+    for workers in counts:
+        known = f"--workers {workers} --aggregators {workers} --rounds 3 {options}"
+        rows += timed(parser.parse_args(known.split()))
+    return rows
+
+
+def timed(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Prints a table; its rows, as they are saved."""
+    env = {"FUSEDPG_AGGREGATOR_KEY": os.urandom(16).hex()}
+
+    def start(made: Any) -> dict[str, str]:
+        addresses = []
+        for number in range(args.aggregators):
+            host = number % args.workers if args.colocated else args.workers + number
+            address = f"{made.address(host)}:{4711 + number}"
+            command = [sys.executable, "-m", "fusedpg.aggregator", "--listen", address]
+            process = made.start(host, command, env)
+            assert process.stdout is not None and "listens" in process.stdout.readline()
+            addresses.append(address)
+        return {**env, ADDRESSES: ",".join(addresses)}
+
+    args.world_size = args.workers
+    others = 0 if args.colocated else args.aggregators
+    hosts = Hosts(args.workers, 1, args.rate, others, start)
+    cases = [(size, percent) for size in args.sizes for percent in (None, *args.densities)]
+    found = harness.run(measure, args, cases, title=case_title, hosts=hosts)
+    bits = _hosts.link(args.rate)["rate"]
+    for size in args.sizes:
+        found.append(Row.of(DENSE, size, "link", [size * 8 / bits]))
+    facts = {"workers": args.workers, "aggregators": args.aggregators}
+    facts |= {"colocated": args.colocated, "rate": args.rate}
+    rows, lines = [], []
+    for row in found:
+        ms = 1e3 * row.median
+        gloo, link = (harness.find(found, DENSE, row.size, arm) for arm in ("gloo", "link"))
+        times = {} if row.case == DENSE else {"times_gloo": round(gloo.median / row.median, 2)}
+        rows.append({"arm": row.arm, **facts, "bytes": row.size, **row.more})
+        rows[-1] |= {"ms": round(ms, 2), **times}
+        ratios = [f"{gloo.median / row.median:.2f}", f"{row.median / link.median:.2f}"]
+        work = [row.case, harness.format_size(row.size), row.arm, row.more.get("choice", "")]
+        lines.append([*work, f"{ms:.1f}", *ratios])
+    figures = ["ms", "times dense Gloo", "/ link of the dense"]
+    harness.show("By aggregators", [*harness.WORK, "choice"], figures, lines, wrap=True)
+    return rows
+
+
+def case_title(case: tuple[int, float | None]) -> str:
+    size, percent = case
+    return f"{harness.format_size(size)}, {DENSE if percent is None else f'{percent:g}%'}"
+
+
+# ---------------------------------------------------------------------------------------------
+# On a rank
+
+
+def measure(
+    context: Context, args: argparse.Namespace, case: tuple[int, float | None]
+) -> list[Row]:
+    groups = context.once(groups_of)
+    if case[1] is None:
+        return dense(context, args, groups, case[0])
+    return sparse(context, args, groups, *case)
+
+
+def grouped(mode: str, message: int = 0) -> dist.ProcessGroup:
+    options = fusedpg.Options(
+        aggregators=os.environ[ADDRESSES], aggregate=mode, aggregate_message_bytes=message
     )
-    parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--aggregators", type=int, default=2)
-    parser.add_argument("--colocated", action="store_true", help="on the workers' hosts")
-    parser.add_argument("--rate", default="1gbit", help="of each link, as `tc` writes it")
-    parser.add_argument("--size", default="100M", help="bytes of fp32, with K or M")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--densities", default="", help="percent of blocks, with commas")
-    parser.add_argument("--overlap", choices=("none", "all"), default="none")
-    parser.add_argument("--block", type=int, default=256, help="elements")
-    parser.add_argument("--messages", default="", help="bytes, with commas")
-    parser.add_argument("--blocks", default="256", help="elements, with commas; for --messages")
-    parser.add_argument("--json", type=Path, help="write the rows there, too")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)  # the aggregators' places
-    return parser.parse_args(argv)
+    return dist.new_group(pg_options=options)
 
 
-def numel(size: str) -> int:
-    return int(float(size[:-1]) * UNITS[size[-1]]) // 4
+def groups_of(context: Context) -> dict[str, dist.ProcessGroup]:
+    ranks, by_aggregators = context.groups["fused"], grouped("on")
+    found = {"ring": ranks, "blocks": ranks, "aggregators": by_aggregators, "auto": grouped("auto")}
+    return found | {"gloo": context.groups["gloo"]}
 
 
-def slowest(seconds: float, group: Any) -> float:
-    found = torch.tensor([seconds], dtype=torch.float64)
-    dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-    return float(found)
+def slowest(context: Context, call: Callable[[], object]) -> float:
+    """Seconds of the rank that takes longest."""
+    dist.barrier()
+    begin = time.perf_counter()
+    call()
+    seconds = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return float(seconds)
 
 
-def timed(args: argparse.Namespace, arms: dict[str, Any]) -> dict[str, float]:
-    """Medians of ms, of calls that take turns."""
-    times: dict[str, list[float]] = {arm: [] for arm in arms}
+def choice_of(group: dist.ProcessGroup) -> str:
+    return str(fusedpg.group_info(group)["aggregate"])
+
+
+def dense(
+    context: Context, args: argparse.Namespace, groups: dict[str, dist.ProcessGroup], size: int
+) -> list[Row]:
+    t = torch.randn(size // 4, generator=torch.Generator().manual_seed(context.rank))
+    results = {arm: t.clone() for arm in ARMS[:3]}
+    fusedpg.stats(groups["aggregators"], reset=True)
+    for arm, result in results.items():
+        dist.all_reduce(result, group=groups[arm])
+    assert torch.equal(results["aggregators"], results["ring"])
+    torch.testing.assert_close(results["gloo"], results["ring"], rtol=1e-4, atol=1e-4)
+    assert fusedpg.stats(groups["aggregators"])["all_reduce"]["paths"] == {"aggregated": 1}
+    results.clear()
+
+    def call(arm: str) -> None:
+        dist.all_reduce(t.fill_(1.0), group=groups[arm])
+        assert bool((t == context.world_size).all())
+
+    call("auto")  # which measures links
+    samples: dict[str, list[float]] = {arm: [] for arm in ARMS}
     for _ in range(args.rounds):
-        for arm, call in arms.items():
-            dist.barrier()
-            begin = time.perf_counter()
-            call()
-            times[arm].append(slowest(time.perf_counter() - begin, dist.group.WORLD))
-    return {arm: round(1e3 * statistics.median(times[arm]), 2) for arm in arms}
+        for arm in ARMS:
+            samples[arm].append(slowest(context, partial(call, arm)))
+    rows = [Row.of(DENSE, size, arm, samples[arm]) for arm in ARMS]
+    rows[-1].more = {"choice": choice_of(groups["auto"])}
+    return rows
 
 
-def blocks_of(args: argparse.Namespace, percent: float, rank: int) -> torch.Tensor:
+def blocks_of(
+    args: argparse.Namespace, size: int, block: int, percent: float, rank: int
+) -> torch.Tensor:
     """The blocks of a rank, by number."""
-    blocks = numel(args.size) // args.block
+    blocks = size // 4 // block
     each = round(blocks * percent / 100)
     drawn = torch.randperm(blocks, generator=torch.Generator().manual_seed(7))
     shares = args.overlap == "all" or each * dist.get_world_size() > blocks
@@ -91,174 +226,41 @@ def blocks_of(args: argparse.Namespace, percent: float, rank: int) -> torch.Tens
 
 
 def sparse(
-    args: argparse.Namespace, groups: dict[str, Any], percent: float, arms: tuple[str, ...] = SPARSE
-) -> dict[str, Any]:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    mine, total = (torch.zeros(numel(args.size)) for _ in range(2))
-    rows = total.view(-1, args.block)
-    for r in range(size):
-        rows[blocks_of(args, percent, r)] += r + 1
-    chosen = blocks_of(args, percent, rank)
-
-    def call(arm: str) -> Any:
-        def run() -> None:
-            fusedpg.sparse_all_reduce(t, group=groups[arm], block_size=args.block)
-
-        return run
-
-    t = mine
-    times = {}
-    for arm in arms:
-        group_times = []
-        for round_ in range(args.rounds + 1):
-            mine.zero_().view(-1, args.block)[chosen] = rank + 1
-            times[arm] = timed(argparse.Namespace(rounds=1), {arm: call(arm)})[arm]
+    context: Context,
+    args: argparse.Namespace,
+    groups: dict[str, dist.ProcessGroup],
+    size: int,
+    percent: float,
+) -> list[Row]:
+    def skipping(group: dist.ProcessGroup, arm: str, block: int) -> Row:
+        mine, total = (torch.zeros(size // 4) for _ in range(2))
+        rows = total.view(-1, block)
+        for rank in range(context.world_size):
+            rows[blocks_of(args, size, block, percent, rank)] += rank + 1
+        chosen = blocks_of(args, size, block, percent, context.rank)
+        samples = []
+        for _ in range(args.rounds + 1):
+            mine.zero_().view(-1, block)[chosen] = context.rank + 1
+            call = partial(fusedpg.sparse_all_reduce, mine, group=group, block_size=block)
+            samples.append(slowest(context, call))
             assert torch.equal(mine, total), (arm, percent)
-            if round_:  # the first one measures links and makes buffers
-                group_times.append(times[arm])
-        times[arm] = statistics.median(group_times)
-    choice = fusedpg.group_info(groups[arms[-1]])["aggregate"]
-    union = float((rows != 0).any(1).float().mean())
-    return {"ms": times, "union": round(union, 4), "choice": choice}
+        union = round(float((rows != 0).any(1).float().mean()), 4)
+        more = {"percent": percent, "overlap": args.overlap, "union": union, "block": block}
+        # The first call measures links and makes buffers.
+        case = f"{percent:g}% of blocks of {block}"
+        return Row.of(case, size, arm, samples[1:], more=more)
 
-
-def work(args: argparse.Namespace) -> None:
-    """What a rank does; rank 0 prints rows."""
-    dist.init_process_group("fused")
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-
-    def grouped(mode: str, message: int = 0) -> Any:
-        return dist.new_group(
-            pg_options=fusedpg.Options(
-                aggregators=args.worker, aggregate=mode, aggregate_message_bytes=message
-            )
-        )
-
-    groups = {
-        "ring": dist.group.WORLD, "blocks": dist.group.WORLD,
-        "aggregators": grouped("on"), "auto": grouped("auto"),
-        "gloo": dist.new_group(backend="gloo"),
-    }  # fmt: skip
-    generator = torch.Generator().manual_seed(rank)
-    t = torch.randn(numel(args.size), generator=generator)
-    results = {}
-    for arm in ARMS:
-        results[arm] = t.clone()
-        dist.all_reduce(results[arm], group=groups[arm])
-    assert torch.equal(results["aggregators"], results["ring"])
-    torch.testing.assert_close(results["gloo"], results["ring"], rtol=1e-4, atol=1e-4)
-    assert fusedpg.stats(groups["aggregators"])["all_reduce"]["paths"] == {"aggregated": 1}
-    results.clear()
-
-    def call(arm: str) -> Any:
-        def run() -> None:
-            dist.all_reduce(t.fill_(1.0), group=groups[arm])
-            assert bool((t == world_size).all())
-
-        return run
-
-    dist.all_reduce(t, group=groups["auto"])  # which measures links
-    arms = (*ARMS, "auto")
-    dense = timed(args, {arm: call(arm) for arm in arms})
-    facts = {
-        "workers": world_size, "aggregators": args.aggregators, "colocated": args.colocated,
-        "rate": args.rate, "bytes": t.nbytes,
-    }  # fmt: skip
-    rows = [{"arm": arm, **facts, "ms": dense[arm]} for arm in arms]
-    rows[-1]["choice"] = fusedpg.group_info(groups["auto"])["aggregate"]
-    for percent in (float(word) for word in args.densities.split(",") if word):
-        found = sparse(args, groups, percent)
-        for arm in SPARSE:
-            row = {
-                "arm": arm, **facts, "percent": percent, "overlap": args.overlap,
-                "union": found["union"], "block": args.block, "ms": found["ms"][arm],
-                "times_gloo": round(dense["gloo"] / found["ms"][arm], 2),
-            }  # fmt: skip
-            rows.append(row | ({"choice": found["choice"]} if arm == "auto" else {}))
-        for message in (int(word) for word in args.messages.split(",") if word):
-            own = {"aggregators": grouped("on", message)}
-            for block in (int(word) for word in args.blocks.split(",")):
-                args.block = block
-                found = sparse(args, own, percent, ("aggregators",))
-                ms = found["ms"]["aggregators"]
-                rows.append({
-                    "arm": "aggregators", **facts, "percent": percent, "overlap": args.overlap,
-                    "union": found["union"], "block": block, "message": message, "ms": ms,
-                    "times_gloo": round(dense["gloo"] / ms, 2),
-                })  # fmt: skip
-            dist.destroy_process_group(own["aggregators"])
-    if rank == 0:
-        for row in rows:
-            print(json.dumps(row), flush=True)
-    dist.destroy_process_group()
-
-
-def rate_of(text: str) -> float:
-    """Bits a second."""
-    for unit, factor in (("gbit", 1e9), ("mbit", 1e6)):
-        if text.endswith(unit):
-            return float(text.removesuffix(unit)) * factor
-    raise SystemExit(f"--rate is in gbit or mbit, got {text}")
-
-
-def main() -> int:
-    args = options()
-    if args.worker:
-        work(args)
-        return 0
-    sys.path.append(str(Path(__file__).resolve().parent.parent / "tests/python"))
-    import hosts
-
-    reason = hosts.why_not()
-    if reason is not None:
-        print(f"no hosts: {reason}", file=sys.stderr)
-        return 2
-    link = numel(args.size) * 4 * 8 / rate_of(args.rate) * 1e3
-    env = {"FUSEDPG_AGGREGATOR_KEY": os.urandom(16).hex()}
-    more = 0 if args.colocated else args.aggregators
-    with hosts.Hosts(args.workers + more, args.rate) as made:
-        places = []
-        for a in range(args.aggregators):
-            host = a % args.workers if args.colocated else args.workers + a
-            place = f"{made.address(host)}:{4711 + a}"
-            one = made.start(
-                host, [sys.executable, "-m", "fusedpg.aggregator", "--listen", place], env
-            )
-            assert one.stdout is not None and "listens" in one.stdout.readline()
-            places.append(place)
-        command = [sys.executable, *sys.argv, "--worker", ",".join(places)]
-        ranks = [
-            made.start(
-                rank,
-                command,
-                env
-                | {
-                    "RANK": str(rank), "WORLD_SIZE": str(args.workers), "LOCAL_RANK": "0",
-                    "MASTER_ADDR": made.address(0), "MASTER_PORT": str(PORT),
-                    "OMP_NUM_THREADS": "1",
-                },
-            )
-            for rank in range(args.workers)
-        ]  # fmt: skip
-        outputs = [rank.communicate()[0] for rank in ranks]
-    if any(rank.returncode for rank in ranks):
-        print("\n".join(outputs), file=sys.stderr)
-        return 1
-    rows = [json.loads(line) for line in outputs[0].splitlines() if line.startswith("{")]
-    rows.append({**rows[0], "arm": "link", "ms": round(link, 2)})
-    for row in rows:
-        if "percent" in row:
-            what = f"{row['percent']:g}% of blocks, {row['times_gloo']:.1f} times Gloo"
-            if "message" in row:
-                what += f", blocks of {row['block']}, messages of {row['message']} bytes"
-        else:
-            what = f"{row['ms'] / link:5.2f} of the link"
-        print(f"{row['arm']:12} {row['ms']:9.1f} ms  {what}")
-        if "choice" in row:
-            print(f"{'':12} {row['choice']}")
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
-    return 0
+    found = [skipping(groups[arm], arm, args.block) for arm in SPARSE]
+    found[-1].more["choice"] = choice_of(groups["auto"])
+    for message in map(int, args.messages):
+        group = grouped("on", message)
+        for block in map(int, args.blocks):
+            row = skipping(group, "aggregators", block)
+            row.case += f", messages of {message} B"
+            row.more["message"] = message
+            found.append(row)
+        dist.destroy_process_group(group)
+    return found
 
 
 if __name__ == "__main__":

@@ -34,15 +34,14 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch import nn
 
 import _harness as harness
 import _hosts as hosts
 import _steps as steps
 import collectives
 from _harness import Bar, Context, Hosts, Row
-from _training import Arm, fully_sharded, keep_bucket, parameter_bytes, same_losses
+from _training import Arm, fully_sharded, parameter_bytes, same_losses
 
 K, M = 1 << 10, 1 << 20
 LINK = "link"
@@ -63,7 +62,7 @@ ROUNDS = {UNLIMITED: 21, "10gbit": 11, "1gbit": 5}
 MORE = 5  # times these up to 1 MB, where calls are short and vary
 MORE_EXCHANGES = 3  # these vary too: both ways at once, or one after the other
 TRAINED = "10gbit"  # the rate at which models are trained
-LR, CHECKED_STEPS = 1e-3, 5
+CHECKED_STEPS = 5
 
 
 def name_of(part: str, layout: str, rate: str) -> str:
@@ -300,41 +299,25 @@ def exchange_arms(size: int, context: Context) -> dict[str, Callable[[], object]
     return arms
 
 
-class Training(Arm):
-    """A user's unchanged script; alone where there is no group."""
-
-    def __init__(self, part: str, group: dist.ProcessGroup | None) -> None:
-        self._part = part
-        super().__init__("mlp", group)
-
+class ShardedArm(Arm):
     def wrap(self) -> nn.Module:
-        if self.group is None:
-            return self.module
-        return super().wrap() if self._part == "ddp" else fully_sharded(self.module, self.group, 0)
-
-    def make_optimizer(self) -> None:
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR, fused=True)
-
-    def without_communication(self) -> Training:
-        assert isinstance(self.model, nn.parallel.DistributedDataParallel)
-        self.model.register_comm_hook(None, keep_bucket)
-        return self
-
-    def forward(self) -> Tensor:
-        return cross_entropy(self.model(self.x), self.y)
+        return self.module if self.group is None else fully_sharded(self.module, self.group, 0)
 
 
 def training_arms(part: str, context: Context) -> dict[str, Callable[[], object]]:
-    arms = {backend: Training(part, group) for backend, group in context.groups.items()}
+    """A user's unchanged script; alone where there is no group."""
+    kind = Arm if part == "ddp" else ShardedArm
+    arms = {name: kind("mlp", group) for name, group in context.groups.items()}
     losses = same_losses(part, {n: arm.step for n, arm in arms.items()}, CHECKED_STEPS)
     # Of all ranks' batches: one of them alone may get worse at first.
     dist.all_reduce(losses, group=context.groups["gloo"])
     harness.require(bool(losses[-1] < losses[0]), f"{part}: does not learn: {losses}")
-    alone = Training(part, None)
+    alone = kind("mlp", None)
     steps: dict[str, Callable[[], object]] = {name: arm.step for name, arm in arms.items()}
     steps[ALONE] = alone.step
     if part == "ddp":
-        steps[NO_COMM] = Training(part, context.groups["fused"]).without_communication().step
+        silent = Arm("mlp", context.groups["fused"]).without_communication()
+        steps[NO_COMM] = silent.step
         steps |= {FORWARD: alone.forward, OPTIMIZER: alone.optimizer.step}
     return steps
 

@@ -16,26 +16,23 @@ compared, and the fused arm's gradients must lie in the arena. How times are tak
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
-from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import _harness as harness
 from _harness import Bar, Context, Row
-from _training import Arm, keep_bucket, parameter_bytes, same_losses
+from _training import Arm, MakeOptimizer, adamw, parameter_bytes, same_losses
 
 NO_SYNC = "no_sync"
 NO_COMM = "no_comm"
 CHECKED_STEPS = 4  # DDP rebuilds its buckets within the first three
 
 MODELS = ("mlp", "cnn")
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-4, fused=True),
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "adamw": adamw,
     "sgd": lambda params: torch.optim.SGD(params, lr=1e-3),
 }
 
@@ -59,40 +56,25 @@ def main() -> int:
 
 
 def measure(context: Context, args: argparse.Namespace, name: str) -> list[Row]:
-    arms = {
-        backend: TrainingArm(name, group, args.optimizer)
-        for backend, group in context.groups.items()
-    }
+    kind = OPTIMIZERS[args.optimizer]
+    arms = {backend: Arm(name, group, kind) for backend, group in context.groups.items()}
     check(name, arms, context)
     group = next(iter(context.groups.values()))
-    arms[NO_COMM] = TrainingArm(name, group, args.optimizer)
-    arms[NO_COMM].model.register_comm_hook(None, keep_bucket)
-    arms[NO_SYNC] = TrainingArm(name, group, args.optimizer, sync=False)
+    arms[NO_COMM] = Arm(name, group, kind).without_communication()
+    arms[NO_SYNC] = UnsyncedArm(name, group, kind)
     steps = {arm: training.step for arm, training in arms.items()}
     size = parameter_bytes(name)
     return harness.measure(context, steps, case=name, size=size, rounds=args.rounds)
 
 
-class TrainingArm(Arm):
-    """A model under DDP, with or without its synchronisation."""
-
-    model: DistributedDataParallel
-
-    def __init__(
-        self, model: str, group: dist.ProcessGroup, optimizer: str, *, sync: bool = True
-    ) -> None:
-        self._kind, self._sync = OPTIMIZERS[optimizer], sync
-        super().__init__(model, group)
-
-    def make_optimizer(self) -> None:
-        self.optimizer = self._kind(self.model.parameters())
-
+class UnsyncedArm(Arm):
     def backward(self) -> Tensor:
-        with contextlib.nullcontext() if self._sync else self.model.no_sync():
+        assert isinstance(self.model, DistributedDataParallel)
+        with self.model.no_sync():
             return super().backward()
 
 
-def check(name: str, arms: dict[str, TrainingArm], context: Context) -> None:
+def check(name: str, arms: dict[str, Arm], context: Context) -> None:
     """Every arm has the same losses on the same batches, and the fused one works in the arena."""
     losses = same_losses(name, {n: arm.step for n, arm in arms.items()}, CHECKED_STEPS)
     harness.require(bool(losses[-1] < losses[0]), f"{name}: does not learn")

@@ -14,18 +14,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor, nn
 
 import _harness as harness
-import _training as training
 import fusedpg.hvd as hvd
 from _harness import Bar, Context, Row
+from _training import Arm, parameter_bytes, same_losses
 
 MODELS = ("mlp", "cnn", "vectors")
 
@@ -41,46 +39,52 @@ def main() -> int:
 def bars() -> list[Bar]:
     found = []
     for name, most in {"mlp": 1.05, "cnn": 1.05, "vectors": 1.3}.items():
-        found.append(Bar(2, name, "hvd", training.parameter_bytes(name), "fused", at_most=most))
-    found.append(Bar(2, "mlp", "hvd", training.parameter_bytes("mlp"), "gloo", at_least=1.3))
+        found.append(Bar(2, name, "hvd", parameter_bytes(name), "fused", at_most=most))
+    found.append(Bar(2, "mlp", "hvd", parameter_bytes("mlp"), "gloo", at_least=1.3))
     return found
 
 
 def measure(context: Context, args: argparse.Namespace, name: str) -> list[Row]:
     hvd.init()
     try:
-        arms = {backend: arm(name, group) for backend, group in context.groups.items()}
-        arms["hvd"] = arm(name)
-        arms["hvd fused=True"] = arm(name, fused=True)
-        training.same_losses(name, arms, 3, atol=1e-8)
-        size = training.parameter_bytes(name)
+        made = {backend: Mean(name, group, sgd) for backend, group in context.groups.items()}
+        made["hvd"], made["hvd fused=True"] = (
+            kind(name, None, sgd) for kind in (Horovod, FusedHorovod)
+        )
+        arms = {title: arm.step for title, arm in made.items()}
+        same_losses(name, arms, 3, atol=1e-8)
+        size = parameter_bytes(name)
         return harness.measure(context, arms, case=name, size=size, rounds=args.rounds)
     finally:
         hvd.shutdown()
 
 
-def arm(name: str, group: Any = None, **options: Any) -> Callable[[], torch.Tensor]:
-    """A step of training: under DDP if there is a group, else with hvd's optimizer."""
-    model = training.MODELS[name]
-    torch.manual_seed(0)
-    net: nn.Module = model.make()
-    if group is not None:
-        net = DistributedDataParallel(net, process_group=group, gradient_as_bucket_view=True)
-    optimizer: Any = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9)
-    if group is None:
-        hvd.broadcast_parameters(net.state_dict(), root_rank=0)
-        optimizer = hvd.DistributedOptimizer(optimizer, net.named_parameters(), **options)
-    generator = torch.Generator().manual_seed(1 + dist.get_rank())
-    batch = model.batch(generator)
+class Mean(Arm):
+    """The loss needs no classes."""
 
-    def step() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = net(batch).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
+    def forward(self) -> Tensor:
+        loss: Tensor = self.model(self.x).square().mean()
+        return loss
 
-    return step
+
+class Horovod(Mean):
+    """hvd's optimizer instead of DDP."""
+
+    options: ClassVar[dict[str, Any]] = {}
+
+    def make_optimizer(self) -> None:
+        super().make_optimizer()
+        hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
+        named = self.model.named_parameters()
+        self.optimizer = hvd.DistributedOptimizer(self.optimizer, named, **self.options)
+
+
+class FusedHorovod(Horovod):
+    options: ClassVar[dict[str, Any]] = {"fused": True}
+
+
+def sgd(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=1e-3, momentum=0.9)
 
 
 if __name__ == "__main__":

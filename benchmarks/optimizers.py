@@ -3,7 +3,6 @@
     python benchmarks/optimizers.py --check-bars
     python benchmarks/optimizers.py --parts step --world-size 4 --check-bars
     python benchmarks/optimizers.py --parts training --models mlp --arms a,f,g
-    python benchmarks/optimizers.py --parts training --models mlp --arms a,f,g --busy 2 --check-bars
     python benchmarks/optimizers.py --parts training,clip,clipped --models small --check-bars
     python benchmarks/optimizers.py --malloc default --rounds 7 --check-bars
 
@@ -30,9 +29,7 @@ all-reduce followed by torch's optimizer. **list**: the 397 tensors of BERT-larg
 `fused_adamw_` against one tensor of as many elements. **memory**: what each training arm adds to
 the proportional set size (PSS) of a rank between two steps, each in processes of its own.
 
-`--busy N` has N processes spin beside the ranks, for a machine that is not theirs alone.
-
-What is measured of `small` alone is saved apart, as is what `--malloc` and `--busy` give.
+What is measured of `small` alone is saved apart, as is what `--malloc` gives.
 
 Every arm has to reproduce one process's parameters before it is timed; the program ends non-zero
 when one does not. How times are taken: see `_harness.py`.
@@ -59,7 +56,6 @@ import _steps as steps
 import _training as arms
 import _words as words
 import fusedpg
-from _competitors import competitors
 from _harness import COPY, Bar, Context, Row
 from _training import ARMS, MODELS, NO_SYNC, OF_OPTIMIZERS
 
@@ -72,10 +68,8 @@ CHECKED_STEPS = 4  # DDP rebuilds its buckets within the first three
 TOLERANCE = 2e-5  # relative norm of the difference of the parameters' change
 
 
-def bars(busy: int = 0) -> list[Bar]:
+def bars() -> list[Bar]:
     mlp, cnn, small = (arms.parameter_bytes(name) for name in ("mlp", "cnn", "small"))
-    if busy:
-        return [Bar(2, "mlp", "g", mlp, "f", at_most=1.03)]
     result = [
         Bar(2, "mlp", "best of f, g", mlp, "a", at_least=1.5),
         Bar(2, "mlp", "best of f, g", mlp, NO_SYNC, at_most=1.1),
@@ -125,28 +119,25 @@ def main() -> int:
         help="keep: what is freed, in all arms; default: glibc's settings, training alone, every "
         "arm in processes of its own, and some again that keep what is freed",
     )
-    parser.add_argument("--busy", type=int, default=0, help="processes that spin beside the ranks")
     args = parser.parse_args()
     rows: list[Row] = []
     if args.malloc == "default":
         args.model = args.models[0]
         rows += _apart.run(args, reference_change, check)
         return harness.finish("optimizers_malloc", rows, args, limit=NO_SYNC, bars=_apart.bars())
-    with competitors(args.busy):
-        measures: dict[str, tuple[harness.Measure, list[Any]]] = {
-            "training": (train, args.models),
-            "clip": (clip, [CLIPPED]),
-            "clipped": (step_clipped, [STEP_CLIPPED]),
-            "step": (one_step, args.sizes),
-            "list": (many_tensors, ["list"]),
-        }
-        for part, (measure, cases) in measures.items():
-            for case in cases if part in args.parts else ():
-                rows += harness.run(measure, args, [case])  # on a heap of its own
+    measures: dict[str, tuple[harness.Measure, list[Any]]] = {
+        "training": (train, args.models),
+        "clip": (clip, [CLIPPED]),
+        "clipped": (step_clipped, [STEP_CLIPPED]),
+        "step": (one_step, args.sizes),
+        "list": (many_tensors, ["list"]),
+    }
+    for part, (measure, cases) in measures.items():
+        for case in cases if part in args.parts else ():
+            rows += harness.run(measure, args, [case])  # on a heap of its own
     if rows:
         name = "optimizers_small" if args.models == ["small"] else "optimizers"
-        name = f"optimizers_busy{args.busy}" if args.busy else name
-        harness.finish(name, rows, args, limit=NO_SYNC, bars=bars(args.busy))
+        harness.finish(name, rows, args, limit=NO_SYNC, bars=bars())
         explain(rows)
     if "memory" in args.parts:
         memory = [harness.run(memory_of, args, [arm])[0] for arm in args.arms if arm != NO_SYNC]

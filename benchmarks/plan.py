@@ -524,22 +524,19 @@ def summary(rows: Sequence[dict[str, Any]], searched: dict[str, float]) -> dict[
 def reported(
     args: argparse.Namespace, rows: Sequence[dict[str, Any]], searched: dict[str, float]
 ) -> int:
-    from rich.console import Console
-    from rich.table import Table
-
     where = "one host" if args.hosts == 1 else f"{args.hosts} hosts, {args.rate}"
-    table = Table(title=f"{NAME} {SIZE}, {GLOBAL_BATCH} samples, {RANKS} ranks, {where}")
-    for column in ("plan", "ms", "speed", "predicted", "error", "MB", "predicted", "error"):
-        table.add_column(column, justify="left" if column == "plan" else "right")
+    title = f"{NAME} {SIZE}, {GLOBAL_BATCH} samples, {RANKS} ranks, {where}"
     planned = [row for row in rows if "mb" in row]
+    lines = []
     for row in rows:
         cells = [row["name"], f"{row['ms']:,.0f}", f"{row['speed']:.2f}"]
         if row in planned:
             cells += [f"{row['predicted_ms']:,.0f}", f"{100 * _error(row, 'ms'):+.1f}%"]
             cells += [f"{row['mb']:,.0f}", f"{row['predicted_mb']:,.0f}"]
             cells += [f"{100 * _error(row, 'mb'):+.1f}%"]
-        table.add_row(*cells)
-    Console(width=118).print(table)
+        lines.append(cells)
+    figures = ["ms", "speed", "predicted", "error", "MB", "predicted", "error"]
+    harness.show(title, ["plan"], figures, lines)
     figures = summary(rows, searched)
     gains, took = figures["gains"], figures["seconds_to_try_one"]
     most, least = max(gain for _, gain in gains.values()), min(gain for _, gain in gains.values())

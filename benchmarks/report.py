@@ -24,7 +24,6 @@ import _harness as harness
 import _plots as plots
 import _steps as steps
 import _words as words
-import aggregators_figures
 import between_hosts
 import collectives as ops
 import many_hosts as many
@@ -295,24 +294,20 @@ def missed() -> str:
         module = importlib.import_module(benchmark)
         found = module.bars if hasattr(module, "bars") else module.BARS
         bars |= dict.fromkeys(names.split(), found() if callable(found) else found)
-    lines = []
-    met = 0
+    judged = []
     for name, promised in bars.items():
         report = load(RESULTS / f"{name}.json")
-        for bar in promised:
-            row, peer = (find(report["rows"], bar.case, bar.size, a) for a in (bar.arm, bar.peer))
-            if bar.world_size != report["world_size"] or row is None or peer is None:
-                continue
-            measured, good = harness.judge(bar, row, peer)
-            met += good
-            if not good:
-                wanted = f">= {bar.at_least:g}x" if bar.at_least else f"<= {bar.at_most:g}x"
-                ranks = f"{bar.world_size} rank" + ("s" if bar.world_size > 1 else "")
-                what = f"{words.case(bar.case)}, {format_size(bar.size)}, {ranks}"
-                against = f"{words.arm(bar.arm)}, against {words.arm(bar.peer)}"
-                lines.append([what, against, wanted, f"{measured:.2f}x"])
+        judged += harness.judged(report["rows"], promised, report["world_size"])
+    lines = []
+    for bar, wanted, measured, good in judged:
+        if not good:
+            ranks = f"{bar.world_size} rank" + ("s" if bar.world_size > 1 else "")
+            what = f"{words.case(bar.case)}, {format_size(bar.size)}, {ranks}"
+            against = f"{words.arm(bar.arm)}, against {words.arm(bar.peer)}"
+            lines.append([what, against, wanted, measured])
     table = markdown(["", "", "wanted", "measured"], lines)
-    return f"{met} of {met + len(lines)} targets are met; these are not:\n\n{table}"
+    met = len(judged) - len(lines)
+    return f"{met} of {len(judged)} targets are met; these are not:\n\n{table}"
 
 
 def new_groups() -> str:
@@ -447,7 +442,7 @@ def pictures() -> dict[str, plots.Draw]:
         rows = json.loads(path.read_text())["rows"]
         found[f"{path.stem}_loss"] = partial(plots.draw_curves, rows)
     for path in sorted((RESULTS / "aggregators").glob("*.json")):
-        found[f"aggregators/{path.stem}"] = aggregators_figures.picture(path)
+        found[f"aggregators/{path.stem}"] = plots.of_aggregators(path)
     for path in sorted((RESULTS / "plans").glob("*.json")):
         title = f"A GPT of 25 M parameters on 4 ranks, {path.stem.replace('_', ' ')}"
         found[f"plans/{path.stem}"] = partial(

@@ -172,6 +172,10 @@ def load(path: Path) -> list[Rounds]:
     return [rows[program] for program in PROGRAMS if program in rows]
 
 
+def agreement(row: Rounds) -> str:
+    return "the same" if row.difference <= TOLERANCE else "differ"
+
+
 def table(rows: list[Rounds]) -> str:
     lines = []
     for row in rows:
@@ -180,9 +184,8 @@ def table(rows: list[Rounds]) -> str:
             gloo, ours = (row.median(what, arm) for arm in ARMS)
             cells += ["" if math.isnan(x) else f"{x:.2f} s" for x in (gloo, ours)]
             cells.append("" if math.isnan(gloo / ours) else f"{gloo / ours:.2f}")
-        numbers = "the same" if row.difference <= TOLERANCE else "differ"
         failed = ", ".join(f"fails on {arm}" for arm in row.failed)
-        lines.append([*cells[:-1], failed or numbers])
+        lines.append([*cells[:-1], failed or agreement(row)])
     parts = ("steps: Gloo", "served", "times", "the rest: Gloo", "served", "times")
     return harness.markdown(["program", *parts, "imports: Gloo", "served", "numbers"], lines)
 
@@ -191,14 +194,13 @@ def summary(rows: list[Rounds]) -> str:
     """The documents' table: if programs run with the same numbers, and the gain of their steps."""
     lines = []
     for row in rows:
-        cells = [PROGRAMS[row.program].title]
-        cells += ["fails" if arm in row.failed else "runs" for arm in ARMS]
-        cells.append("" if row.failed else "the same" if row.difference <= TOLERANCE else "differ")
+        runs = ["fails" if arm in row.failed else "runs" for arm in ARMS]
         # Fewer rounds say little.
         known = not row.failed and all(len(row.steps[arm]) >= ROUNDS for arm in ARMS)
         gloo, ours = (row.median(row.steps, arm) for arm in ARMS)
-        cells.append(f"{gloo / ours:.2f}" if known else "")
-        lines.append(cells)
+        gain = f"{gloo / ours:.2f}" if known else ""
+        numbers = "" if row.failed else agreement(row)
+        lines.append([PROGRAMS[row.program].title, *runs, numbers, gain])
     return harness.markdown(["program", "on Gloo", "served", "numbers", "steps, times Gloo"], lines)
 
 

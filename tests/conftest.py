@@ -10,6 +10,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 # Compiling takes seconds a program: the tests of generated code turn it on.
 os.environ.setdefault("FUSEDPG_FUSION", "eager")
+# torch's own compiler first compiles a program for each instruction set and all its headers, in
+# processes that take as long to start: for kernels that are fast, and three times as late.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import signal
 from collections.abc import Iterator

@@ -22,6 +22,7 @@ import multiprocessing.connection
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -45,12 +46,14 @@ DEFAULT_TIMEOUT = 60.0
 GRACE = 10.0
 ROOT = Path(__file__).resolve().parents[2]
 FORKED = multiprocessing.get_context("forkserver")
-# Who makes an optimizer or a DDP module imports torch._dynamo, which takes as long as all the rest;
-# pytest and hypothesis come with the module of a test, whose functions the workers run.
+# What many workers would import, each for itself. Who makes an optimizer or a DDP module imports
+# torch._dynamo, which takes as long as all the rest; pytest and hypothesis come with the module of
+# a test, whose functions the workers run.
 FORKED.set_forkserver_preload(
     [
         *("torch.distributed", "torch.nn.parallel", "torch._dynamo"),
         *("torch.distributed.checkpoint", "pytest", "hypothesis"),
+        *("fusedpg.optim", "fusedpg.fusion", "fusedpg.compress", "fusedpg.tensor_parallel"),
     ]
 )
 
@@ -454,7 +457,7 @@ class _Body:
 
 
 def on_ranks(*world_sizes: Any, timeout: float = DEFAULT_TIMEOUT) -> Callable[..., Any]:
-    """Makes a test of what each rank does, in a pool of each of these sizes.
+    """Makes a test of what each rank does, in a pool of each of these sizes, or names of HOSTS.
 
     The first parameter is the rank's Context, the others are pytest's. The innermost decorator.
     What the body returns, such as a digest of its results, must be the same on all ranks.
@@ -462,8 +465,9 @@ def on_ranks(*world_sizes: Any, timeout: float = DEFAULT_TIMEOUT) -> Callable[..
     import pytest  # a worker that only runs checks does without
 
     def decorate(body: Callable[..., Any]) -> Callable[..., None]:
-        def test(world_size: int, **arguments: Any) -> None:
-            pool(world_size).agree(_Body(body), arguments, timeout=timeout)
+        def test(world_size: int | str, **arguments: Any) -> None:
+            ranks = pool_of_hosts(world_size) if world_size in HOSTS else pool(world_size)
+            ranks.agree(_Body(body), arguments, timeout=timeout)
 
         signature = inspect.signature(body)
         size = inspect.Parameter("world_size", inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -472,7 +476,8 @@ def on_ranks(*world_sizes: Any, timeout: float = DEFAULT_TIMEOUT) -> Callable[..
         del made.__wrapped__
         made.__signature__ = signature.replace(parameters=[size, *others])
         made.body = body
-        ids = [f"world{getattr(n, 'values', [n])[0]}" for n in world_sizes]
+        ids = [str(getattr(n, "values", [n])[0]) for n in world_sizes]
+        ids = [f"world{name}" if name.isdigit() else name for name in ids]
         return pytest.mark.parametrize("world_size", world_sizes, ids=ids)(made)
 
     return decorate
@@ -551,3 +556,31 @@ def environment_of(store: dist.TCPStore) -> dict[str, str]:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
+
+
+def run_ranks(
+    program: str, *arguments: str, size: int = 2, **environment: str
+) -> list[subprocess.CompletedProcess[str]]:
+    """Interpreters of their own that end, each of them a rank by its environment."""
+    store = serve()
+    processes = []
+    for rank in range(size):
+        own = {"RANK": str(rank), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1", **environment}
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-c", program, *arguments],
+                env={**os.environ, **environment_of(store), **own},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    done = []
+    try:
+        for process in processes:
+            out, err = process.communicate(timeout=100)
+            done.append(subprocess.CompletedProcess("", process.returncode, out, err))
+    finally:
+        for process in processes:
+            process.kill()
+    return done

@@ -239,18 +239,18 @@ class Hosts:
 
         Args:
             program: a script and its arguments.
-            ranks: processes on each host, or on each of them.
+            ranks: processes on each host, or on each of the first hosts.
 
         Raises:
             RuntimeError: with all output, when one fails; when one does not end in time.
         """
         processes = []
+        ranks = [ranks] * self.count if isinstance(ranks, int) else ranks
         # Files, which unlike pipes are never full.
-        errors = [tempfile.TemporaryFile("w+") for _ in range(self.count)]  # noqa: SIM115
-        for host in range(self.count):
-            here = ranks if isinstance(ranks, int) else ranks[host]
+        errors = [tempfile.TemporaryFile("w+") for _ in ranks]  # noqa: SIM115
+        for host, here in enumerate(ranks):
             launcher = [sys.executable, "-m", "torch.distributed.run"]
-            launcher += [f"--nnodes={self.count}", f"--nproc-per-node={here}"]
+            launcher += [f"--nnodes={len(ranks)}", f"--nproc-per-node={here}"]
             launcher += [f"--node-rank={host}", f"--master-addr={self.address(0)}"]
             launcher += [f"--master-port={PORT}"]
             processes.append(self.start(host, [*launcher, *program], env, errors[host]))

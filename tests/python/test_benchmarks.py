@@ -22,6 +22,7 @@ class Started(Exception):
 @pytest.mark.parametrize(
     "command",
     [
+        "aggregators --densities 10",
         "async_op",
         "between_hosts",
         "collectives --ops all_reduce --tensor arena",
@@ -60,7 +61,9 @@ def test_commands_reach_the_ranks(command: str, monkeypatch: pytest.MonkeyPatch)
         other = pickle.loads(pickle.dumps(job))
         assert other.measure is job.measure
         assert len(other.cases) == len(other.titles) > 0
-        hosts = "hosts" in command or command.startswith(("compress -", "pipeline", "scaling"))
+        hosts = "hosts" in command or command.startswith(
+            ("aggregators", "compress -", "pipeline", "scaling")
+        )
         assert isinstance(where[0], runner.Hosts) == (hosts and "many_hosts" not in command)
         raise Started
 

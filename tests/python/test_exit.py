@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from pathlib import Path
 
@@ -62,36 +61,15 @@ def test_exit_whatever_is_under_way(first: int, times: int) -> None:
 
 def test_interpreters_of_their_own() -> None:
     """Without forking: two plain python processes that just end."""
-    store = harness.serve()
     program = (
         "import torch, torch.distributed as dist\n"
         f"dist.init_process_group({harness.BACKEND!r})\n"
         "dist.all_reduce(torch.ones(5), async_op=True).wait()\n"
         "print(dist.get_backend())\n"
     )
-    ranks = [
-        subprocess.Popen(
-            harness.python("-c", program),
-            env={
-                **os.environ,
-                "RANK": str(rank),
-                "WORLD_SIZE": "2",
-                **harness.environment_of(store),
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        for process in ranks:
-            out, error = process.communicate(timeout=60)
-            assert process.returncode == 0, error
-            assert out.strip() == harness.BACKEND
-    finally:
-        for process in ranks:
-            process.kill()
+    for done in harness.run_ranks(program):
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.strip() == harness.BACKEND
 
 
 @pytest.mark.fused_only

@@ -25,19 +25,8 @@ import harness
 from checks import collectives, ddp, fused_ops, groups, p2p
 from checks.cases import Case, same
 from checks.fused_ops import BF16, FP16, FP32, Run
-from harness import Context
+from harness import Context, on_ranks
 from test_collectives import calls
-
-
-def transport(context: Context) -> None:
-    """A new group adds up, and says what carries its messages."""
-    group = torch.distributed.new_group()
-    x = torch.ones(1000)
-    fusedpg.sparse_all_reduce(x, group=group)
-    assert bool((x == context.world_size).all())
-    assert fusedpg.group_info(group)["transport"] == "tcp"
-    torch.distributed.destroy_process_group(group)
-
 
 REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX")
 
@@ -140,10 +129,12 @@ def test_in_arenas(names: str, op: str) -> None:
     examples()
 
 
-def freed_in_flight(context: Context, numel: int, rounds: int) -> None:
+@on_ranks("two of two")
+def test_freed_in_flight(context: Context) -> None:
     """Peers write to a tensor that its owner has let go; not to what comes after it."""
     dist = torch.distributed
-    for i in range(rounds):
+    numel = 300_007
+    for i in range(20):
         x = fusedpg.empty(numel).fill_(context.rank + i)
         work = dist.all_reduce(x, async_op=True)
         assert work is not None
@@ -155,10 +146,6 @@ def freed_in_flight(context: Context, numel: int, rounds: int) -> None:
         total = sum(rank + i for rank in range(context.world_size))
         (value,) = result.value()
         assert bool((value == total).all())
-
-
-def test_freed_in_flight() -> None:
-    harness.pool_of_hosts("two of two").run(freed_in_flight, 300_007, 20)
 
 
 def lost_in_arenas(context: Context, how: str, numel: int) -> str:
@@ -209,22 +196,25 @@ def test_collectives(spread: Spread, op: str) -> None:
         spread[0].run(collectives.check, Case(op, numel=numel, seed=1))
 
 
-def test_average(spread: Spread) -> None:
+@on_ranks(*LAYOUTS)
+def test_average(context: Context) -> None:
     for op in ("all_reduce", "reduce_scatter_tensor"):
-        spread[0].run(collectives.check, Case(op, numel=1003, redop="AVG"))
+        collectives.check(context, Case(op, numel=1003, redop="AVG"))
     # Gloo's sum, which is truncated here.
-    spread[0].run(collectives.check, Case("all_reduce", torch.int64, 70_001, redop="AVG"))
+    collectives.check(context, Case("all_reduce", torch.int64, 70_001, redop="AVG"))
 
 
-def test_point_to_point(spread: Spread) -> None:
-    spread[0].run(p2p.tags_out_of_order, 100)
-    spread[0].run(p2p.batch, 10_000)
-    spread[0].run(p2p.any_source, 100)
+@on_ranks(*LAYOUTS)
+def test_point_to_point(context: Context) -> None:
+    p2p.tags_out_of_order(context, 100)
+    p2p.batch(context, 10_000)
+    p2p.any_source(context, 100)
 
 
-def test_objects_and_groups(spread: Spread) -> None:
-    spread[0].run(groups.objects)
-    spread[0].run(groups.subgroups)
+@on_ranks(*LAYOUTS)
+def test_objects_and_groups(context: Context) -> None:
+    groups.objects(context)
+    groups.subgroups(context)
 
 
 @pytest.mark.parametrize(
@@ -241,8 +231,15 @@ def test_fused_adamw(spread: Spread, run: Run) -> None:
     assert len(set(spread[0].run(fused_ops.parity, run))) == 1
 
 
-def test_transport(spread: Spread) -> None:
-    spread[0].run(transport)
+@on_ranks(*LAYOUTS)
+def test_transport(context: Context) -> None:
+    """A new group adds up, and says what carries its messages."""
+    group = torch.distributed.new_group()
+    x = torch.ones(1000)
+    fusedpg.sparse_all_reduce(x, group=group)
+    assert bool((x == context.world_size).all())
+    assert fusedpg.group_info(group)["transport"] == "tcp"
+    torch.distributed.destroy_process_group(group)
 
 
 def choice(context: Context, option: Any, refused: bool) -> None:
@@ -282,7 +279,8 @@ def test_choice_of_transport(option: str | None, variable: str, refused: bool) -
         workers.run(choice, option, refused)
 
 
-def store_is_busy(context: Context) -> None:
+@on_ranks("two")
+def test_store_is_busy(context: Context) -> None:
     """A thread that waits for a key keeps its client of the store, and nothing of the group's."""
     dist = torch.distributed
     group = dist.new_group()
@@ -310,11 +308,8 @@ def store_is_busy(context: Context) -> None:
     dist.destroy_process_group(group)
 
 
-def test_store_is_busy() -> None:
-    harness.pool_of_hosts("two").run(store_is_busy)
-
-
-def timeout_of_messages(context: Context) -> None:
+@on_ranks("two")
+def test_timeout_of_messages(context: Context) -> None:
     """A group's new timeout is also that of messages, whoever carries them."""
     dist = torch.distributed
     group = dist.new_group(timeout=datetime.timedelta(seconds=90))
@@ -329,10 +324,6 @@ def timeout_of_messages(context: Context) -> None:
         assert took < 60, took
     store.wait(["raised"])
     dist.destroy_process_group(group)
-
-
-def test_timeout_of_messages() -> None:
-    harness.pool_of_hosts("two").run(timeout_of_messages)
 
 
 def _serve(connection: Connection) -> None:
@@ -394,7 +385,8 @@ def test_without_its_store_from_the_first_operation(how: signal.Signals, what: s
         server.join()
 
 
-def info_while_waiting(context: Context) -> None:
+@on_ranks("two")
+def test_info_while_waiting(context: Context) -> None:
     """Who asks what a group is does not wait for ranks that have not come yet."""
     group = torch.distributed.new_group()
     store = torch.distributed.PrefixStore("info", context.store)
@@ -412,10 +404,6 @@ def info_while_waiting(context: Context) -> None:
     thread.join()
     assert "transport" in info
     torch.distributed.destroy_process_group(group)
-
-
-def test_info_while_waiting() -> None:
-    harness.pool_of_hosts("two").run(info_while_waiting)
 
 
 def cannot_listen(context: Context, name: str, value: str, here: str, text: str) -> None:

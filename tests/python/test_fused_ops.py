@@ -14,10 +14,10 @@ import torch.distributed as dist
 import fusedpg
 import harness
 from checks import fused_ops, optim_faults
-from checks.cases import same
+from checks.cases import MEMORY, same
 from checks.fused_ops import BF16, FP16, FP32, FP64, OPS, OWN_RUNS, RUNS, Model, Run, works
 from fusedpg._registration import load_extension
-from harness import Context
+from harness import Context, on_ranks
 
 
 def direct(model: Model, group_name: str) -> tuple[list[Any], dict[str, Any]]:
@@ -101,7 +101,7 @@ def test_lamb_is_not_divided_twice(workers: harness.Workers) -> None:
 def test_memory_makes_no_difference(trio: harness.Workers, op: str) -> None:
     answers = [
         trio.run(fused_ops.digests, Run(op, memory=memory, async_op=async_op))
-        for memory in ("ordinary", "arena", "mixed")
+        for memory in MEMORY
         for async_op in (False, True)
     ]
     assert all(one == answers[0] for one in answers)
@@ -122,13 +122,32 @@ def test_no_lr_moves_nothing(workers: harness.Workers, op: str) -> None:
     workers.run(fused_ops.unmoved, Run(op, hyper=(("lr", 0.0),), dtypes=(BF16,)))
 
 
-@pytest.mark.parametrize("memory", ["ordinary", "arena", "mixed"])
-def test_many_small_tensors(workers: harness.Workers, memory: str) -> None:
-    shapes = tuple((1 + (i * 37) % 211,) for i in range(397))
-    workers.agree(fused_ops.parity, Run(shapes=shapes, steps=5, memory=memory))
+def small(count: int, most: int) -> tuple[tuple[int], ...]:
+    return tuple((1 + i * 37 % most,) for i in range(count))
 
 
-@pytest.mark.parametrize("memory", ["ordinary", "arena", "mixed"])
+MANY = {
+    **{memory: Run(shapes=small(397, 211), steps=5, memory=memory) for memory in MEMORY},
+    "lamb, bert": Run("lamb", NOISE_FREE, fused_ops.bert(hidden=16, vocabulary=477), steps=2),
+    "lamb, thousands": Run("lamb", NOISE_FREE, small(4100, 41), steps=1),
+}
+AS_ONE = {"bert": fused_ops.bert(), "thousands": small(8501, 41)}
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_many_tensors(workers: harness.Workers, name: str) -> None:
+    workers.agree(fused_ops.parity, MANY[name])
+
+
+@pytest.mark.parametrize("op", ["sgd", "adam", "adamw"])
+@pytest.mark.parametrize("name", AS_ONE)
+def test_many_tensors_as_one(workers: harness.Workers, name: str, op: str) -> None:
+    assert len(AS_ONE["bert"]) == 397
+    memory = "arena" if op == "adam" else "ordinary"
+    workers.run(fused_ops.like_flat, op, AS_ONE[name], memory)
+
+
+@pytest.mark.parametrize("memory", MEMORY)
 def test_large_tensors(workers: harness.Workers, memory: str) -> None:
     run = Run(shapes=((1_000_003,), (257, 1031)), steps=3, memory=memory)
     workers.agree(fused_ops.parity, run)
@@ -141,46 +160,73 @@ def test_runs_are_identical(workers: harness.Workers) -> None:
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_steps_in_flight(workers: harness.Workers, op: str) -> None:
-    workers.run(fused_ops.many_steps_in_flight, op)
+@on_ranks(1, 2, 3, harness.slow(4))
+def test_steps_in_flight(context: Context, op: str) -> None:
+    """Asynchronous calls on different tensors, waited for at the end."""
+    models, twins = ([Model(context, Run(op, seed=seed)) for seed in range(8)] for _ in range(2))
+    works = []
+    for model in models:
+        model.set_gradients(0)
+        works.append(model.start(async_op=True))
+    for work in works:
+        work.wait()
+    for model, twin in zip(models, twins, strict=True):
+        twin.set_gradients(0)
+        twin.step()
+        for mine, want in zip(model.state(), twin.state(), strict=True):
+            assert same(mine, want)
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_between_collectives(workers: harness.Workers, op: str) -> None:
-    workers.run(fused_ops.with_collectives_between, op)
+@on_ranks(1, 2, 3, harness.slow(4))
+def test_between_collectives(context: Context, op: str) -> None:
+    """Fused steps and ordinary collectives on one queue, and in a subgroup."""
+    model = Model(context, Run(op))
+    for step in range(5):
+        model.set_gradients(step)
+        tensor = torch.ones(1000)
+        work = dist.all_reduce(tensor, async_op=True)
+        model.step()
+        assert work is not None
+        work.wait()
+        assert bool((tensor == context.world_size).all())
+    group = dist.new_group()
+    model.step(group=group)
+    dist.destroy_process_group(group)
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_leaf_parameters(pair: harness.Workers, op: str) -> None:
-    pair.run(fused_ops.leaf_parameters, op)
+@on_ranks(2)
+def test_leaf_parameters(context: Context, op: str) -> None:
+    """Parameters that require gradients work under no_grad."""
+    model = Model(context, Run(op, shapes=((1021,),)))
+    model.params[0].requires_grad_()
+    model.params[0].pow(2).sum().backward()
+    assert model.params[0].grad is not None
+    model.grads[0] = model.params[0].grad
+    before = model.params[0].detach().clone()
+    with torch.no_grad():
+        model.step()
+    assert not same(model.params[0].detach(), before)
+    assert model.params[0].requires_grad
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_gradients_of_another_layout(pair: harness.Workers, op: str) -> None:
-    pair.run(fused_ops.other_layout, op)
-
-
-@pytest.mark.parametrize("op", ["sgd", "adam", "adamw"])
-def test_tensors_of_bert_as_one(workers: harness.Workers, op: str) -> None:
-    shapes = fused_ops.bert()
-    assert len(shapes) == 397
-    workers.run(fused_ops.like_flat, op, shapes, "arena" if op == "adam" else "ordinary")
-
-
-def test_lamb_of_many_tensors(workers: harness.Workers) -> None:
-    shapes = fused_ops.bert(hidden=16, vocabulary=477)
-    workers.agree(fused_ops.parity, Run("lamb", NOISE_FREE, shapes=shapes, steps=2))
-
-
-@pytest.mark.parametrize("op", ["sgd", "adamw"])
-def test_thousands_of_tensors(workers: harness.Workers, op: str) -> None:
-    shapes = tuple((1 + i * 37 % 41,) for i in range(8501))
-    workers.run(fused_ops.like_flat, op, shapes, "ordinary")
-
-
-def test_thousands_of_tensors_with_norms(pair: harness.Workers) -> None:
-    shapes = tuple((1 + i * 37 % 41,) for i in range(4100))
-    pair.agree(fused_ops.parity, Run("lamb", NOISE_FREE, shapes=shapes, steps=1))
+@on_ranks(2)
+def test_gradients_of_another_layout(context: Context, op: str) -> None:
+    """A gradient whose strides are not the parameter's is understood or refused."""
+    model, twin = (Model(context, Run(op, shapes=((64, 3), (9, 31)))) for _ in range(2))
+    for one in (model, twin):
+        one.set_gradients(0)
+    model.grads[0] = model.grads[0].t().contiguous().t()
+    twin.step()
+    try:
+        model.step()
+    except (ValueError, RuntimeError) as error:
+        assert "grads" in str(error)
+    else:
+        for mine, want in zip(model.state(), twin.state(), strict=True):
+            assert same(mine, want)
 
 
 SIZES = st.integers(0, 40) | st.sampled_from([63, 64, 65, 127, 128, 1021, 4096, 16_385, 70_001])
@@ -428,10 +474,7 @@ def test_unknown_group(op: str) -> None:
 def compiled(context: Context, run: Run, how: str, backend: str) -> None:
     """The same bits as in eager mode, in one graph."""
     import torch._dynamo
-    import torch._inductor.config
 
-    # Compiling in processes of its own is slow to start.
-    torch._inductor.config.compile_threads = 1
     torch._dynamo.reset()
     eager, model = Model(context, run), Model(context, run)
     name = dist.distributed_c10d._get_default_group().group_name

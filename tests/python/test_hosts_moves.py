@@ -20,7 +20,7 @@ import harness
 import hosts
 from checks import cases, collectives, p2p, several
 from checks.cases import Case
-from harness import Context
+from harness import Context, on_ranks
 
 LARGE = 700_001
 
@@ -88,7 +88,10 @@ SCRIPT = str(Path(__file__).resolve().parent / "scripts/moves_hosts.py")
 OPS = [name for name, op in collectives.OPS.items() if not op.reduces]
 
 
-@pytest.fixture(params=["two of two", "crossed", *map(harness.slow, ("two", "two and one"))])
+NAMES = ["two of two", "crossed", *map(harness.slow, ("two", "two and one"))]
+
+
+@pytest.fixture(params=NAMES)
 def ranks(request: pytest.FixtureRequest) -> harness.Workers:
     return harness.pool_of_hosts(request.param)
 
@@ -109,12 +112,14 @@ def test_collectives(ranks: harness.Workers, op: str) -> None:
         ranks.run(collectives.check, case)
 
 
-def test_several_tensors_in_one_call(ranks: harness.Workers) -> None:
+@on_ranks(*NAMES)
+def test_several_tensors_in_one_call(context: Context) -> None:
     for name in ("broadcast", "all_gather"):
-        ranks.run(several.check, name)
+        several.check(context, name)
 
 
-def paths(context: Context) -> None:
+@on_ranks(*NAMES)
+def test_they_are_ours(context: Context) -> None:
     """They are messages of ours, not the delegate's."""
     import fusedpg
 
@@ -125,11 +130,12 @@ def paths(context: Context) -> None:
         assert stats[op]["paths"] == {"messages": 2}, stats[op]
 
 
-def test_they_are_ours(ranks: harness.Workers) -> None:
-    ranks.run(paths)
-
-
-def mismatch(context: Context, what: str) -> None:
+@pytest.mark.parametrize(
+    "what",
+    ["count", "count large", "root", "dtype", "dtype large", "operation", "sizes", "sizes large"],
+)
+@on_ranks(*NAMES)
+def test_mismatch(context: Context, what: str) -> None:
     """Raised on all ranks, which then go on."""
     for odd in (0, context.world_size - 1):
         every, one = _calls(context, what)
@@ -138,15 +144,8 @@ def mismatch(context: Context, what: str) -> None:
         usable(context)
 
 
-@pytest.mark.parametrize(
-    "what",
-    ["count", "count large", "root", "dtype", "dtype large", "operation", "sizes", "sizes large"],
-)
-def test_mismatch(ranks: harness.Workers, what: str) -> None:
-    ranks.run(mismatch, what)
-
-
-def refused(context: Context) -> None:
+@on_ranks(*NAMES)
+def test_one_rank_refuses(context: Context) -> None:
     """What one rank finds wrong in its turn is heard by all."""
     n = 1000
     out = torch.empty(n * context.world_size)
@@ -157,10 +156,6 @@ def refused(context: Context) -> None:
         with pytest.raises(dist.DistBackendError, match="rank 1 refused"):
             dist.all_gather_into_tensor(out, torch.ones(n))
     usable(context)
-
-
-def test_one_rank_refuses(ranks: harness.Workers) -> None:
-    ranks.run(refused)
 
 
 def message_sizes(context: Context) -> None:
@@ -193,33 +188,37 @@ def pair(context: Context) -> None:
     dist.destroy_process_group(group)
 
 
-def test_messages(ranks: harness.Workers) -> None:
-    ranks.run(pair)
-    ranks.run(messages)
-    ranks.run(message_sizes)
+@on_ranks(*NAMES)
+def test_messages(context: Context) -> None:
+    pair(context)
+    messages(context)
+    message_sizes(context)
     for numel in (1, 1000, 100_003):
-        ranks.run(p2p.tags_out_of_order, numel)
-        ranks.run(p2p.batch, numel)
-        ranks.run(p2p.any_source, numel)
+        p2p.tags_out_of_order(context, numel)
+        p2p.batch(context, numel)
+        p2p.any_source(context, numel)
     for memory in cases.MEMORY:
-        ranks.run(p2p.exchange, Case("send", numel=65_537, memory=memory, seed=1))
+        p2p.exchange(context, Case("send", numel=65_537, memory=memory, seed=1))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch keeps batches there: limits.md")
-def test_batches_beside_others(ranks: harness.Workers) -> None:
-    ranks.run(p2p.batches_beside_others, 50)
-    ranks.run(p2p.sum_after_a_refused_batch)
+@on_ranks(*NAMES)
+def test_batches_beside_others(context: Context) -> None:
+    p2p.batches_beside_others(context, 50)
+    p2p.sum_after_a_refused_batch(context)
 
 
-def aborted(context: Context, what: str) -> float:
-    """A rank that waits hears of its own abort; the seconds that takes."""
+@pytest.mark.parametrize("what", ["receive", "collective"])
+@on_ranks(*NAMES)
+def test_abort(context: Context, what: str) -> None:
+    """A rank that waits hears of its own abort."""
     group: Any = dist.new_group()
     backend = group._get_backend(torch.device("cpu"))
     tensor = torch.ones(LARGE)
     dist.all_gather([torch.empty(LARGE) for _ in range(context.world_size)], tensor, group=group)
     if context.rank == 0:
         dist.barrier()
-        return 0.0
+        return
     begun = [0.0]
 
     def abort() -> None:
@@ -236,12 +235,7 @@ def aborted(context: Context, what: str) -> float:
     took = time.monotonic() - begun[0]
     timer.join()
     dist.barrier()
-    return took
-
-
-@pytest.mark.parametrize("what", ["receive", "collective"])
-def test_abort(ranks: harness.Workers, what: str) -> None:
-    assert max(ranks.run(aborted, what)) < 1.0
+    assert took < 1.0
 
 
 def killed(context: Context, what: str) -> float:

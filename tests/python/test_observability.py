@@ -305,8 +305,9 @@ def _connections_to(port: int) -> int:
     return sum(row[2].endswith(f":{port:04X}") and f"socket:[{row[9]}]" in own for row in rows)
 
 
-def unused_groups(context: Context) -> tuple[int, int]:
-    """Connections to the store, and other descriptors, that five groups open."""
+@on_ranks("three")
+def test_groups_between_hosts_have_one_client_of_the_store(context: Context) -> None:
+    """A store looks up the name of each that connects, which takes seconds without a DNS."""
     port = context.store.port
     before = _connections_to(port), len(os.listdir("/proc/self/fd"))
     assert before[0] > 0
@@ -316,14 +317,8 @@ def unused_groups(context: Context) -> tuple[int, int]:
     for group in groups:
         dist.all_reduce(torch.ones(4), group=group)
         dist.destroy_process_group(group)
-    return after[0] - before[0], after[1] - before[1]
-
-
-def test_groups_between_hosts_have_one_client_of_the_store() -> None:
-    """A store looks up the name of each that connects, which takes seconds without a DNS."""
-    for connections, descriptors in harness.pool_of_hosts("three").run(unused_groups):
-        assert connections == 0
-        assert descriptors <= 5 * 5  # a group between hosts has its two endpoints at once
+    assert after[0] == before[0]
+    assert after[1] - before[1] <= 5 * 5  # a group between hosts has its two endpoints at once
 
 
 def nothing(context: Context) -> None:
@@ -407,16 +402,12 @@ def test_flight_recorder_arguments(context: Context) -> None:
     arguments(context)
 
 
-def test_tensors_of_one_call_between_hosts() -> None:
+@on_ranks("two")
+def test_tensors_of_one_call_between_hosts(context: Context) -> None:
     """Each is an operation, of which its own bytes count and no earlier one's."""
-    for sent in harness.pool_of_hosts("two").run(_sent_by_lists):
-        assert sent[1] == 3 * sent[0] > 0
-
-
-def _sent_by_lists(context: Context) -> list[int]:
     sent = []
     for count in (1, 3):
         fusedpg.stats(reset=True)
         dist.all_reduce_coalesced([torch.ones(1000) for _ in range(count)])
         sent.append(fusedpg.stats()["all_reduce"]["bytes_sent"])
-    return sent
+    assert sent[1] == 3 * sent[0] > 0

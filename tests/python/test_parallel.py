@@ -43,8 +43,10 @@ def whole(module: nn.Module) -> list[torch.Tensor]:
     return [one.detach() for one in full]
 
 
-def fsdp(context: Context, comm_memory: bool) -> None:
-    """fully_shard, optionally with its buffers in our arena."""
+@pytest.mark.parametrize("comm_memory", [False, pytest.param(True, marks=pytest.mark.fused_only)])
+@on_ranks(1, 2, 3, slow(4))
+def test_fsdp(context: Context, comm_memory: bool) -> None:
+    """fully_shard, optionally with its buffers in our arena; Gloo allocates nothing."""
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (context.world_size,))
@@ -63,13 +65,6 @@ def fsdp(context: Context, comm_memory: bool) -> None:
         optimizer.step()
     for mine, want in zip(whole(model), unsharded(context, 5), strict=True):
         torch.testing.assert_close(mine, want, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("comm_memory", [False, True])
-def test_fsdp(workers: harness.Workers, comm_memory: bool) -> None:
-    if comm_memory and not harness.IS_FUSED:
-        pytest.skip("Gloo allocates nothing")
-    workers.run(fsdp, comm_memory)
 
 
 @harness.on_ranks(1, 2, 3, harness.slow(4))

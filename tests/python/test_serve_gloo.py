@@ -7,8 +7,6 @@ import datetime
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -232,21 +230,19 @@ def check_sum(context: Context, group: dist.ProcessGroup) -> None:
     assert torch.equal(t, torch.arange(5000.0) * n + n * (n - 1) / 2)
 
 
+def adds_up(context: Context, backend: Any) -> None:
+    """A backend or a group, without torch.distributed."""
+    t = torch.ones(3)
+    backend.allreduce([t]).wait()
+    assert t.sum() == 3 * context.world_size
+
+
 def compare(context: Context, name: str) -> tuple[Any, Any]:
     """What came out on Gloo, and on a served group."""
-    from fusedpg import _serve_gloo
-
     row = ROWS[name]
     gloo = row.run(context, context.oracle)
-    _serve_gloo.serve_gloo(True)
-    try:
-        group = dist.new_group(backend="gloo")
-        try:
-            return gloo, row.run(context, group)
-        finally:
-            dist.destroy_process_group(group)
-    finally:
-        _serve_gloo.serve_gloo(False)
+    with served() as group:
+        return gloo, row.run(context, group)
 
 
 # --- what it does otherwise -----------------------------------------------------
@@ -337,9 +333,7 @@ def test_subclass_stays_real(context: Context) -> None:
         assert Mine.__mro__[1] is serve().Gloo
         mine = Mine(dist.PrefixStore("mine", context.store), context.rank, context.world_size)
         assert mine.made and isinstance(mine, dist.ProcessGroupGloo)
-        t = torch.ones(3)
-        mine.allreduce([t]).wait()
-        assert t.sum() == 3 * context.world_size
+        adds_up(context, mine)
 
 
 @on_ranks(2)
@@ -356,9 +350,7 @@ def test_group_made_by_hand(context: Context) -> None:
         group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
         assert backend.options._timeout == timeout
         group.barrier().wait()
-        t = torch.ones(7)
-        group.allreduce([t]).wait()
-        assert t.sum() == 7 * context.world_size
+        adds_up(context, group)
 
 
 @on_ranks(2)
@@ -427,30 +419,23 @@ def test_compressed_gradients(context: Context, uncompressed: int) -> None:
     dist.destroy_process_group(gloo)
 
 
-def between_hosts(context: Context) -> str:
+@on_ranks("two")
+def test_between_hosts(context: Context) -> None:
     with served() as group:
         check_sum(context, group)
         t = torch.full((3,), float(context.rank))
         peer = context.rank ^ 1
         other = torch.empty(3)
-        for work in (
-            dist.isend(t, peer, group=group)
-            if context.rank < peer
-            else dist.irecv(other, peer, group=group),
-            dist.irecv(other, peer, group=group)
-            if context.rank < peer
-            else dist.isend(t, peer, group=group),
-        ):
+        calls = [
+            lambda: dist.isend(t, peer, group=group),
+            lambda: dist.irecv(other, peer, group=group),
+        ]
+        for work in [call() for call in calls[:: 1 if context.rank < peer else -1]]:
             work.wait()
         assert torch.equal(other, torch.full((3,), float(peer)))
         dist.monitored_barrier(group)
         info = fusedpg.group_info(group)
-        assert info["backend"] == "gloo"
-        return info["engine"]
-
-
-def test_between_hosts() -> None:
-    assert harness.pool_of_hosts("two").run(between_hosts) == ["tcp"] * 2
+        assert (info["backend"], info["engine"]) == ("gloo", "tcp")
 
 
 # --- timeouts, options, exceptions --------------------------------------------
@@ -496,9 +481,7 @@ def test_options_with_devices_are_gloos(context: Context, ranks: list[int]) -> N
     with serving():
         backend = with_options(context, f"devices{ranks}", ranks)
         assert type(backend) is serve().Gloo
-        t = torch.ones(3)
-        backend.allreduce([t]).wait()
-        assert t.sum() == 3 * context.world_size
+        adds_up(context, backend)
 
 
 @on_ranks(2)
@@ -663,9 +646,7 @@ def test_debugging_of_another_backend(context: Context) -> None:
     finally:
         module._arguments = before
     assert isinstance(wrapper, c10d._ProcessGroupWrapper)
-    t = torch.ones(3)
-    wrapper.allreduce([t]).wait()
-    assert t.sum() == 3 * context.world_size
+    adds_up(context, wrapper)
 
 
 @on_ranks(3)
@@ -727,9 +708,7 @@ def test_groups_of_both_kinds_under_one_prefix(context: Context) -> None:
                 store, context.rank, context.world_size, datetime.timedelta(seconds=20)
             )
             assert (type(backend) is not serve().Gloo) == ours, turn
-            t = torch.ones(3)
-            backend.allreduce([t]).wait()
-            assert t.sum() == 3 * context.world_size
+            adds_up(context, backend)
             dist.barrier()
             del backend
             dist.barrier()
@@ -774,9 +753,7 @@ def test_store_that_cannot_agree(context: Context) -> None:
         )
         assert type(backend) is serve().Gloo
         assert any("its store has only" in text for text in serve()._said)
-        t = torch.ones(3)
-        backend.allreduce([t]).wait()
-        assert t.sum() == 3 * context.world_size
+        adds_up(context, backend)
 
 
 # --- the variable -------------------------------------------------------------
@@ -793,38 +770,11 @@ dist.destroy_process_group()
 """
 
 
-def run_ranks(
-    program: str, *arguments: str, size: int = 2, **environment: str
-) -> list[subprocess.CompletedProcess[str]]:
-    store = harness.serve()
-    processes = []
-    for rank in range(size):
-        own = {"RANK": str(rank), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1", **environment}
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, "-c", program, *arguments],
-                env={**os.environ, **harness.environment_of(store), **own},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-    done = []
-    try:
-        for process in processes:
-            out, err = process.communicate(timeout=100)
-            done.append(subprocess.CompletedProcess("", process.returncode, out, err))
-    finally:
-        for process in processes:
-            process.kill()
-    return done
-
-
 @pytest.mark.parametrize("arguments", [(), ("gloo",), ("cpu:gloo",)])
 @pytest.mark.parametrize("value", ["1", "0"])
 def test_variable(arguments: tuple[str, ...], value: str) -> None:
     """Alone: the program imports torch and asks for gloo, or for nothing."""
-    for done in run_ranks(PROGRAM, *arguments, FUSEDPG_SERVE_GLOO=value):
+    for done in harness.run_ranks(PROGRAM, *arguments, FUSEDPG_SERVE_GLOO=value):
         # Beside other work torch's own Gloo aborts now and then when its process exits, also where
         # fusedpg is not even imported.
         gloos = value == "0" and "terminate called without an active exception\n" in done.stderr
@@ -835,7 +785,7 @@ def test_variable(arguments: tuple[str, ...], value: str) -> None:
 
 
 def test_variable_with_other_values() -> None:
-    done = run_ranks(PROGRAM, "gloo", size=1, FUSEDPG_SERVE_GLOO="yes")[0]
+    done = harness.run_ranks(PROGRAM, "gloo", size=1, FUSEDPG_SERVE_GLOO="yes")[0]
     assert "FUSEDPG_SERVE_GLOO must be 0 or 1, got yes" in done.stderr
     assert done.stdout.split()[0] == "ProcessGroupGloo"
 
@@ -851,24 +801,12 @@ print(type(dist.new_group(backend="gloo")._get_backend(__import__("torch").devic
 def test_import_without_autoload() -> None:
     """Then fusedpg is asked when it is imported, and says that there are groups already."""
     environment = {"FUSEDPG_SERVE_GLOO": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    done = run_ranks(PROGRAM, "gloo", size=1, **environment)[0]
+    done = harness.run_ranks(PROGRAM, "gloo", size=1, **environment)[0]
     assert done.stdout.split()[0] == "ProcessGroupGloo"
-    done = run_ranks(LATE, size=1, **environment)[0]
+    done = harness.run_ranks(LATE, size=1, **environment)[0]
     assert done.returncode == 0, done.stderr
     assert "the groups of this process that exist stay Gloo's" in done.stderr
     assert done.stdout.split() == ["ProcessGroupFused"]
-
-
-@pytest.mark.parametrize("value", ["1", "0"])
-def test_doctor_says_who_serves(value: str) -> None:
-    done = subprocess.run(
-        harness.python("-m", "fusedpg"),
-        env={**os.environ, "FUSEDPG_SERVE_GLOO": value},
-        capture_output=True,
-        text=True,
-    )
-    line = next(line for line in done.stdout.splitlines() if line.startswith("gloo"))
-    assert ("served by fusedpg" in line) == (value == "1"), line
 
 
 TORCHCOMMS = """
@@ -898,24 +836,25 @@ def test_torchcomms_gets_names(backend: str, words: str, tmp_path: Path) -> None
         "TORCH_DISTRIBUTED_USE_TORCHCOMMS": "1",
         "FUSEDPG_SERVE_GLOO": "1",
     }
-    done = run_ranks(PROGRAM, backend, size=1, **environment)[0]
+    done = harness.run_ranks(PROGRAM, backend, size=1, **environment)[0]
     if backend == "fused" and hasattr(c10d, "_torchcomms_handles_backend"):
         assert done.stdout.split()[:2] == ["ProcessGroupFused", "fused"], done.stderr
     else:
         assert words in done.stderr, done.stderr
 
 
-RPC = """
-import torch.distributed.rpc as rpc, torch, os
-rank = int(os.environ["RANK"])
-rpc.init_rpc(f"w{rank}", rank=rank, world_size=2)
-if rank == 0:
-    print(rpc.rpc_sync("w1", torch.add, (torch.ones(2), 1)).tolist())
-rpc.shutdown()
-"""
+def by_rpc(context: Context, environment: dict[str, str]) -> list[float] | None:
+    from torch.distributed import rpc
+
+    os.environ.update(environment)
+    with serving():
+        rpc.init_rpc(f"w{context.rank}", rank=context.rank, world_size=2)
+        found = rpc.rpc_sync("w1", torch.add, (torch.ones(2), 1)) if context.rank == 0 else None
+        rpc.shutdown()
+    return None if found is None else found.tolist()
 
 
 def test_rpc() -> None:
-    for rank, done in enumerate(run_ranks(RPC, FUSEDPG_SERVE_GLOO="1")):
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.split() == (["[2.0,", "2.0]"] if rank == 0 else [])
+    with harness.Workers(2, init=False, oracle=False) as workers:
+        found = workers.run(by_rpc, harness.environment_of(workers.store))
+    assert found == [[2.0, 2.0], None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import hypothesis
@@ -13,8 +14,9 @@ import torch.distributed as dist
 import fusedpg
 import harness
 from checks import sparse
+from checks.cases import digest
 from checks.sparse import Case
-from harness import Context
+from harness import Context, on_ranks
 
 pytestmark = pytest.mark.fused_only
 
@@ -91,8 +93,43 @@ def test_moved_bytes(ranks: harness.Workers, density: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_keeps_what_it_does_not_send(ranks: harness.Workers, dtype: str) -> None:
-    ranks.run(sparse.keeps_what_it_does_not_send, dtype)
+@on_ranks(3, *harness.HOSTS)
+def test_keeps_what_it_does_not_send(context: Context, dtype: str) -> None:
+    """Sums of all that went in and all that came out or is left are equal."""
+    numel, block, threshold = 5003, 64, 0.05
+    generator = torch.Generator().manual_seed(context.rank)
+    residual = torch.zeros(numel, dtype=sparse.DTYPES[dtype])
+    hosts: list[Any] = [None] * context.world_size
+    dist.all_gather_object(hosts, os.environ.get("FUSEDPG_HOST_ID", ""))
+    for _ in range(5):
+        scale = torch.rand(-(-numel // block), generator=generator).pow(6)
+        data = torch.randn(numel, generator=generator)
+        data = (data * scale.repeat_interleave(block)[:numel]).to(sparse.DTYPES[dtype])
+        total = data + residual
+        sent = data.clone()
+        # What this rank alone sends: seen in a group of its own.
+        alone = residual.clone()
+        fusedpg.sparse_all_reduce(
+            sent,
+            group=sparse.context_group(context),
+            block_size=block,
+            threshold=threshold,
+            residual=alone,
+        )
+        fusedpg.sparse_all_reduce(data, block_size=block, threshold=threshold, residual=residual)
+        assert torch.equal(residual, alone)
+        assert torch.equal(sent + residual, total)
+        chunks = residual.split(block)
+        assert all(float(chunk.abs().max()) <= threshold for chunk in chunks)
+        assert any(bool(chunk.any()) for chunk in chunks)
+        everything = [torch.empty_like(sent) for _ in range(context.world_size)]
+        dist.all_gather(everything, sent)
+        # In rank order, host by host, and rounded once.
+        sums: dict[str, torch.Tensor] = {}
+        for host, one in zip(hosts, everything):
+            sums[host] = sums[host] + one.float() if host in sums else one.float()
+        want = sum(sums.values())
+        assert torch.equal(data, want.to(data.dtype))
 
 
 @hypothesis.given(**sparse.bitmap_cases())
@@ -108,7 +145,7 @@ def test_bitmap(ranks: harness.Workers, **case: Any) -> None:
     ranks.run(sparse.obeys_bitmap, case)
 
 
-@harness.on_ranks(1)
+@on_ranks(1)
 def test_bitmap_of_one_rank(context: Context) -> None:
     """Of one rank, too, what a bitmap leaves out counts as zeros."""
     del context
@@ -119,7 +156,7 @@ def test_bitmap_of_one_rank(context: Context) -> None:
 
 
 @pytest.mark.slow
-@harness.on_ranks(2)
+@on_ranks(2)
 def test_bitmap_of_many_blocks(context: Context) -> None:
     """More blocks than fit a staging buffer: they are looked at in larger ones."""
     block, blocks = 32, 4_300_000
@@ -144,8 +181,26 @@ def test_by_option(ranks: harness.Workers, mode: str) -> None:
         assert mode != "on" or skipped >= 20
 
 
-def test_unchanged_ddp(ranks: harness.Workers) -> None:
-    assert len(set(ranks.run(sparse.unchanged_ddp))) == 1
+@on_ranks(3, *harness.HOSTS)
+def test_unchanged_ddp(context: Context) -> str:
+    """DDP on a group that skips is DDP on one that does not, bit for bit.
+
+    Between hosts Gloo adds more than two ranks in another order.
+    """
+    close = 0.0 if context.one_host or context.world_size == 2 else 1e-5
+    digests = []
+    off = sparse.new_group()
+    want = sparse.train_words(context, off)
+    for mode in ("on", "auto"):
+        group = sparse.new_group(block_skip=mode, block_size=32)
+        losses, parameters = sparse.train_words(context, group)
+        torch.testing.assert_close(losses, want[0], rtol=close, atol=close)
+        torch.testing.assert_close(parameters, want[1], rtol=close, atol=close)
+        assert fusedpg.stats(group)["all_reduce"]["paths"].get("block_sparse", 0) > 3
+        dist.destroy_process_group(group)
+        digests += parameters
+    dist.destroy_process_group(off)
+    return digest(digests)
 
 
 def test_hook(workers: harness.Workers) -> None:
@@ -153,7 +208,7 @@ def test_hook(workers: harness.Workers) -> None:
     assert len(set(workers.run(sparse.hook_with_threshold))) == 1
 
 
-@harness.on_ranks(2)
+@on_ranks(2)
 def test_residuals_follow_parameters(context: Context) -> None:
     """When DDP rebuilds its buckets, what was kept of a parameter goes with it."""
     from fusedpg.ddp import BlockSparseState
@@ -197,8 +252,31 @@ def test_fused_steps_across_hosts(hosts: str, name: str, kind: str) -> None:
     harness.pool_of_hosts(hosts).run(sparse.fused_steps, name, kind)
 
 
-def test_fused_disagreement_across_hosts() -> None:
-    harness.pool_of_hosts("three").run(sparse.fused_disagreement)
+@on_ranks("three")
+def test_fused_disagreement_across_hosts(context: Context) -> None:
+    """Some ranks skip zeros and some do not, or they call different steps."""
+    param, grad = torch.ones(100_000), torch.ones(100_000)
+    length = fusedpg.shard_range(100_000, context.world_size, context.rank)[1]
+    moments = [torch.zeros(length)], [torch.zeros(length)]
+    arguments = ([param], [grad], *moments, [], [torch.zeros(())])
+    hyper = {"lr": 0.1, "weight_decay": 0.01} | sparse.STEPS["adamw"]
+    for agreed, block_skip in ((False, context.rank == 0), (True, True), (True, False)):
+        before = param.clone()
+        try:
+            fusedpg.fused_adamw_(*arguments, **hyper, block_skip=block_skip)
+        except dist.DistBackendError as error:
+            assert not agreed and "ranks disagree" in str(error), error
+            assert torch.equal(param, before)
+        else:
+            assert agreed and param.ne(before).all()
+    before = param.clone()
+    lamb = [part for part in arguments if part]  # without max_exp_avg_sqs
+    with pytest.raises(dist.DistBackendError, match="ranks disagree"):
+        if context.rank == 0:
+            fusedpg.fused_adamw_(*arguments, **hyper)
+        else:
+            fusedpg.fused_lamb_(*lamb, **hyper)
+    assert torch.equal(param, before)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "int64"])
@@ -211,7 +289,7 @@ def test_mean_of_coordinates(pair: harness.Workers, dtype: str) -> None:
     pair.run(sparse.coordinates, dtype, "AVG")
 
 
-@harness.on_ranks(2, 3)
+@on_ranks(2, 3)
 def test_mean_of_integer_coordinates(context: Context) -> None:
     """It is truncated, and exact where no floating-point number is."""
     world = context.world_size
@@ -229,7 +307,7 @@ def test_coordinates_across_hosts(names: str, op: str) -> None:
     assert len(set(harness.pool_of_hosts(names).run(sparse.coordinates, "fp32", op))) == 1
 
 
-@harness.on_ranks(1, 2, 3, harness.slow(4))
+@on_ranks(1, 2, 3, harness.slow(4))
 def test_coordinates_move_entries(context: Context) -> None:
     """What travels grows with the entries, not with the size of the tensor."""
     for entries in (10, 1000):
@@ -250,24 +328,28 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("what", OTHERS)
-@harness.on_ranks(2)
+@on_ranks(2)
 def test_coordinates_that_differ(context: Context, what: str) -> None:
     tensor = torch.sparse_coo_tensor([[1]], torch.ones(1, 2), (10, 2))
     tensor = (tensor if context.rank == 0 else OTHERS[what]).coalesce()
-    try:
+    text = "sizes, dtypes or sparse dimensions differ"
+    with pytest.raises(dist.DistBackendError, match=text):
         dist.all_reduce(tensor)
-    except dist.DistBackendError as error:
-        assert "sizes, dtypes or sparse dimensions differ" in str(error)
-    else:
-        raise AssertionError("no error")
     dist.barrier()
 
 
-def test_sparse_embedding(ranks: harness.Workers) -> None:
-    assert len(set(ranks.run(sparse.sparse_embedding))) == 1
+@on_ranks(3, *harness.HOSTS)
+def test_sparse_embedding(context: Context) -> str:
+    """DDP with EmbeddingBag(sparse=True) gives what the dense gradient gives."""
+    want = sparse.train_words(context, None)
+    got = sparse.train_words(context, None, sparse=True)
+    torch.testing.assert_close(torch.tensor(got[0]), torch.tensor(want[0]))
+    for mine, other in zip(got[1], want[1], strict=True):
+        torch.testing.assert_close(mine, other)
+    return digest(got[1])
 
 
-@harness.on_ranks(2)
+@on_ranks(2)
 def test_wrong_arguments(context: Context) -> None:
     del context
     data = torch.zeros(100_000)
@@ -293,12 +375,8 @@ def test_wrong_arguments(context: Context) -> None:
         ),
     ]
     for options, text in wrong:
-        try:
+        with pytest.raises(ValueError, match=text):
             fusedpg.sparse_all_reduce(data, **options)
-        except ValueError as error:
-            assert text in str(error), (options, str(error))
-        else:
-            raise AssertionError(f"no error for {options}")
     dist.barrier()
 
 
@@ -320,8 +398,18 @@ def test_disagreement_across_hosts(what: str) -> None:
      {"aggregate_rates": "1,2"}, {"aggregate_message_bytes": 8192}],
     ids=str,
 )  # fmt: skip
-def test_options_are_compared(ranks: harness.Workers, options: dict[str, object]) -> None:
-    ranks.run(sparse.other_options, options)
+@on_ranks(3, *harness.HOSTS)
+def test_options_are_compared(context: Context, options: dict[str, Any]) -> None:
+    """Rank 0 has options that the others do not; no group comes of it, on no rank."""
+    ((name, value),) = options.items()
+    with pytest.raises(dist.DistBackendError, match="ranks have different settings") as raised:
+        group = sparse.new_group(**(options if context.rank == 0 else {}))
+        dist.all_reduce(torch.ones(100_000), group=group)
+    assert f"{name}={value}" in str(raised.value)
+    agreeing = sparse.new_group(**options)
+    tensor = torch.ones(100_000)
+    dist.all_reduce(tensor, group=agreeing)
+    assert torch.equal(tensor, torch.full_like(tensor, context.world_size))
 
 
 @pytest.mark.parametrize(
