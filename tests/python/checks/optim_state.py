@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from checks.cases import digest, distance, randn, same
 from checks.faults import rejoin
-from checks.fused_ops import Lamb
+from checks.optim_script import Lamb
 from checks.refused import refused
 from harness import Context
 
@@ -84,9 +84,7 @@ class Reference:
         name, arguments = KINDS[kind]
         params = list(self.module.parameters())
         if name == "LAMB":
-            arguments = dict(arguments)
-            beta1, beta2 = arguments.pop("betas")
-            self.optimizer: Any = Lamb(params, beta1=beta1, beta2=beta2, **arguments)
+            self.optimizer: Any = Lamb(params, **arguments)
         else:
             self.optimizer = getattr(torch.optim, name)(params, foreach=False, **arguments)
 
