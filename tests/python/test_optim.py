@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -15,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 import fusedpg
 import harness
 from checks import optim
-from checks.cases import digest, same
-from checks.optim import Run, Trainer, fused, healthy, unchanged
+from checks.cases import digest, distance, same
+from checks.optim import Run, Trainer, fused, grouped, healthy, unchanged
 from checks.refused import refused
 from harness import Context, on_ranks
 
@@ -101,63 +102,6 @@ OVERLAP_REFUSES = (
 )
 
 
-def refuses(context: Context, what: str) -> None:
-    """What no fused optimizer takes."""
-    bag = Trainer(context, Run()).bag
-    params = list(bag.parameters())
-    if what == "fuse":
-        with refused("RMSprop", TypeError):
-            fusedpg.optim.from_torch(torch.optim.RMSprop([nn.Parameter(torch.zeros(3))]))
-    elif what == "differentiable":
-        for name in ("SGD", "Adam", "AdamW", "LAMB"):
-            with refused("differentiable", ValueError):
-                fused(Run(name), params, differentiable=True)
-    elif what == "capturable":
-        for name in ("Adam", "AdamW", "LAMB"):
-            with refused("capturable", ValueError):
-                fused(Run(name), params, capturable=True)
-    elif what == "complex":
-        with refused("complex64", TypeError):
-            fused(Run(), [nn.Parameter(torch.zeros(3, dtype=torch.complex64))])
-    elif what == "gaps":
-        with refused("dense", TypeError):
-            fused(Run(), [nn.Parameter(torch.zeros(6)[::2])])
-    elif what == "gloo":
-        with refused("backend", ValueError):
-            fused(Run(), params, process_group=context.oracle)
-        ddp = DistributedDataParallel(bag, process_group=context.oracle)
-        with refused("backend", ValueError):
-            fused(Run(), params, ddp=ddp)
-    elif what == "options":
-        for options in (
-            {"reduce": "max"},
-            {"max_grad_norm": 0.0},
-            {"master_dtype": torch.float64},
-        ):
-            with refused(next(iter(options)), ValueError):
-                fused(Run(), params, **options)
-    elif what == "hook":
-        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-        ddp = DistributedDataParallel(bag)
-        ddp.register_comm_hook(None, default_hooks.allreduce_hook)
-        with refused("communication hook"):
-            fused(Run(), params, ddp=ddp)
-    elif what == "foreign":
-        ddp = DistributedDataParallel(nn.Linear(3, 3))
-        with refused("does not belong", ValueError):
-            fused(Run(), params, ddp=ddp)
-    elif what == "twice":
-        ddp = DistributedDataParallel(bag)
-        kept = fused(Run(), params, ddp=ddp)
-        with refused("two optimizers", ValueError):
-            fused(Run(), params, ddp=ddp)
-        del kept
-    else:
-        raise AssertionError(what)
-    healthy(context)
-
-
 REFUSES = (
     "fuse",
     "differentiable",
@@ -176,6 +120,7 @@ pytestmark = pytest.mark.fused_only
 NAMES = ("SGD", "Adam", "AdamW", "LAMB")
 MODES = ("manual", "ddp", "overlap")
 NOT_OVERLAP = ("manual", "ddp")
+WORLDS = (1, 2, 3, harness.slow(4))
 VARIANTS = {
     "SGD plain": Run("SGD", options={"momentum": 0, "dampening": 0, "weight_decay": 0}),
     "SGD nesterov": Run("SGD", options={"dampening": 0, "nesterov": True}),
@@ -295,26 +240,66 @@ def test_master_weights_without_elements(workers: harness.Workers, mode: str) ->
     workers.agree(optim.half_with_master, run)
 
 
-def test_masters_follow_what_is_written_into_parameters(pair: harness.Workers) -> None:
-    pair.run(optim.half_written_outside)
+@on_ranks(2)
+def test_masters_follow_what_is_written_into_parameters(context: Context) -> None:
+    """A half parameter loaded between steps is taken over by its master."""
+    ours = {"master_dtype": torch.float32}
+    run = Run("SGD", shapes=((1021,), (31, 37)), dtypes=("bfloat16",), ours=ours)
+    trainer = Trainer(context, run)
+    trainer.both(0)
+    with torch.no_grad():
+        for param in trainer.params:
+            param.fill_(3.0)
+        for group in trainer.optimizer.param_groups:
+            group["lr"] = 0.0
+    trainer.both(1)
+    assert all(bool((param == 3.0).all()) for param in trainer.params)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_oracle_sees_a_wrong_lamb(pair: harness.Workers, mode: str) -> None:
-    for distance in pair.run(optim.lamb_mutant, Run("LAMB", mode, steps=20)):
-        assert distance > 1e-4
+@on_ranks(2)
+def test_the_oracle_sees_a_wrong_lamb(context: Context, mode: str) -> None:
+    """Which is the formula with a second division by the update's norm."""
+    run = Run("LAMB", mode, steps=20)
+    trainer = Trainer(context, run)
+    trainer.oracle.divide_again = True
+    for step in range(run.steps):
+        trainer.both(step)
+    with pytest.raises(AssertionError):
+        trainer.agree(state=False)
+    for a, b in zip(trainer.params, trainer.twin.parameters(), strict=True):
+        assert a.numel() == 1 or distance(a.detach(), b.detach()) > 1e-4
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_trust_ratio_is_that_of_whole_tensors(workers: harness.Workers, mode: str) -> None:
-    workers.run(optim.lamb_ratio, mode)
+@on_ranks(*WORLDS)
+def test_trust_ratio_is_that_of_whole_tensors(context: Context, mode: str) -> None:
+    """The first step's length is lr * |x|, whatever the gradient is, and 0-norms count as 1."""
+    run = Run("LAMB", mode, options={"weight_decay": 0.0, "always_adapt": True}, groups=False)
+    trainer = Trainer(context, run)
+    with torch.no_grad():
+        trainer.params[1].zero_()
+    before = [param.detach().clone() for param in trainer.params]
+    trainer.backward(0, 1000.0)
+    trainer.optimizer.step()
+    for i, (param, old) in enumerate(zip(trainer.params, before, strict=True)):
+        moved = float((param.detach() - old).double().norm())
+        want = 1e-2 * (float(old.double().norm()) if i != 1 else 7**0.5)
+        assert abs(moved - want) <= 1e-5 * want, i
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", NAMES)
-def test_runs_are_identical(trio: harness.Workers, name: str, mode: str) -> None:
-    run = Run(name, mode, steps=20)
-    assert trio.run(optim.reproducible, run) == trio.run(optim.reproducible, run)
+@on_ranks(3)
+def test_runs_are_identical(context: Context, name: str, mode: str) -> None:
+    """Their parameters, and this rank's state."""
+    digests = set()
+    for _ in range(2):
+        trainer = Trainer(context, Run(name, mode))
+        for step in range(20):
+            trainer.both(step)
+        digests.add(digest(trainer.state()))
+    assert len(digests) == 1
 
 
 # --- groups, schedulers, closures ---------------------------------------------------
@@ -333,13 +318,57 @@ def test_one_cycle_with_a_tensor(pair: harness.Workers, mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["SGD", "AdamW"])
-def test_a_group_added_later(pair: harness.Workers, name: str, mode: str) -> None:
-    pair.agree(optim.group_later, Run(name, mode, steps=8))
+@on_ranks(2)
+def test_a_group_added_later(context: Context, name: str, mode: str) -> str:
+    """Parameters that join the optimizer after some steps."""
+    run = Run(name, mode, steps=8)
+    trainer = Trainer(context, run)
+    trainer.optimizer = None
+    if run.mode != "manual":
+        bag = copy.deepcopy(trainer.bag)
+        trainer.net = trainer.ddp = DistributedDataParallel(bag, bucket_cap_mb=0.004)
+        trainer.bag, trainer.params = bag, list(bag.parameters())
+    elif context.rank:
+        with torch.no_grad():
+            trainer.params[-1].fill_(float(context.rank))  # the first rank's value wins
+    first, last = grouped(run, list(trainer.params))
+    trainer.optimizer = fused(run, [first], ddp=trainer.ddp)
+    twins = grouped(run, list(trainer.twin.parameters()))
+    trainer.oracle = getattr(torch.optim, run.optimizer)(twins[:1], foreach=False)
+    for step in range(run.steps):
+        if step == 3:
+            trainer.net.zero_grad()
+            trainer.optimizer.add_param_group(last)
+            trainer.oracle.add_param_group(twins[1])
+        trainer.net.zero_grad()
+        trainer.both(step)
+    return trainer.agree()
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_closure_is_called_once(pair: harness.Workers, mode: str) -> None:
-    pair.run(optim.closure, mode)
+@on_ranks(2)
+def test_closure_is_called_once(context: Context, mode: str) -> None:
+    """A closure is called once, with gradients enabled, and its loss is returned."""
+    trainer = Trainer(context, Run(mode=mode, steps=2))
+    calls: list[int] = []
+
+    def evaluate() -> torch.Tensor:
+        assert torch.is_grad_enabled()
+        calls.append(len(calls))
+        trainer.optimizer.zero_grad()
+        loss: torch.Tensor = trainer.net(trainer.gradients(calls[-1]))
+        loss.backward()
+        return loss
+
+    for step in range(2):
+        with torch.no_grad():
+            loss = trainer.optimizer.step(evaluate)
+        assert loss.dim() == 0
+        assert loss.requires_grad
+        trainer.prepare(step)
+        trainer.oracle.step()
+    assert calls == [0, 1]
+    trainer.agree()
 
 
 @pytest.mark.parametrize("alone", [False, True], ids=["all", "rank 0"])
@@ -366,9 +395,34 @@ def test_state_dict_of_a_fresh_optimizer(
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["SGD", "AdamW", "LAMB"])
-def test_unused_parameters(trio: harness.Workers, name: str, mode: str) -> None:
+@on_ranks(3)
+def test_unused_parameters(context: Context, name: str, mode: str) -> str:
+    """One parameter that no rank uses, and one that only the first rank does."""
     run = Run(name, mode, steps=6, ddp={"find_unused_parameters": True})
-    trio.agree(optim.unused, run)
+    trainer = Trainer(context, run)
+    nobody, some = 2, 3
+    before = trainer.params[nobody].detach().clone()
+    size = context.world_size
+    for step in range(run.steps):
+        trainer.optimizer.zero_grad()
+        gradients = trainer.gradients(step)
+        gradients[nobody] = None
+        if context.rank:
+            gradients[some] = None
+        trainer.net(gradients).backward()
+        # With overlap nobody has waited yet, and a guard stands in every gradient's place.
+        assert run.mode == "overlap" or trainer.params[nobody].grad is None
+        trainer.optimizer.step()
+        trainer.prepare(step, used=[i for i in range(len(trainer.params)) if i != nobody])
+        list(trainer.twin.parameters())[some].grad = run.gradient(step, 0, some) / size
+        trainer.oracle.step()
+        assert trainer.params[nobody].grad is None
+    assert same(trainer.params[nobody].detach(), before)
+    assert trainer.params[nobody] not in trainer.optimizer.state
+    trainer.agree()
+    # Used at last: momentum starts here, and so do bias corrections.
+    trainer.both(run.steps)
+    return trainer.agree()
 
 
 def clipped(context: Context, run: Run, how: str, max_norm: float, order: float = 2.0) -> str:
@@ -496,7 +550,10 @@ def test_grad_scaler_with_types_of_their_own(pair: harness.Workers) -> None:
         pair.agree(scaler, run, True, "method")
 
 
-def scaler_by_hand(context: Context, unscale: bool, types: int) -> str:
+@pytest.mark.parametrize("types", [1, 2])
+@pytest.mark.parametrize("unscale", [False, True], ids=["", "unscale"])
+@on_ranks(3)
+def test_grad_scaler_by_hand(context: Context, unscale: bool, types: int) -> str:
     """Manual mode, gradients put in by hand, infinite ones on one rank: all scalers back off."""
     dtypes = (torch.float32, torch.float64)[:types]
     params = [nn.Parameter(torch.ones(300, dtype=dtype)) for dtype in dtypes]
@@ -526,12 +583,6 @@ def scaler_by_hand(context: Context, unscale: bool, types: int) -> str:
     amp.update()
     torch.testing.assert_close(params[0].detach(), torch.full((300,), expected - 0.1))
     return digest(params)
-
-
-@pytest.mark.parametrize("types", [1, 2])
-@pytest.mark.parametrize("unscale", [False, True], ids=["", "unscale"])
-def test_grad_scaler_by_hand(trio: harness.Workers, unscale: bool, types: int) -> None:
-    trio.agree(scaler_by_hand, unscale, types)
 
 
 @on_ranks(3)
@@ -617,8 +668,62 @@ def test_overlap_refuses(context: Context, what: str) -> None:
 
 
 @pytest.mark.parametrize("what", REFUSES)
-def test_refuses(pair: harness.Workers, what: str) -> None:
-    pair.run(refuses, what)
+@on_ranks(2)
+def test_refuses(context: Context, what: str) -> None:
+    """What no fused optimizer takes."""
+    bag = Trainer(context, Run()).bag
+    params = list(bag.parameters())
+    if what == "fuse":
+        with refused("RMSprop", TypeError):
+            fusedpg.optim.from_torch(torch.optim.RMSprop([nn.Parameter(torch.zeros(3))]))
+    elif what == "differentiable":
+        for name in ("SGD", "Adam", "AdamW", "LAMB"):
+            with refused("differentiable", ValueError):
+                fused(Run(name), params, differentiable=True)
+    elif what == "capturable":
+        for name in ("Adam", "AdamW", "LAMB"):
+            with refused("capturable", ValueError):
+                fused(Run(name), params, capturable=True)
+    elif what == "complex":
+        with refused("complex64", TypeError):
+            fused(Run(), [nn.Parameter(torch.zeros(3, dtype=torch.complex64))])
+    elif what == "gaps":
+        with refused("dense", TypeError):
+            fused(Run(), [nn.Parameter(torch.zeros(6)[::2])])
+    elif what == "gloo":
+        with refused("backend", ValueError):
+            fused(Run(), params, process_group=context.oracle)
+        ddp = DistributedDataParallel(bag, process_group=context.oracle)
+        with refused("backend", ValueError):
+            fused(Run(), params, ddp=ddp)
+    elif what == "options":
+        for options in (
+            {"reduce": "max"},
+            {"max_grad_norm": 0.0},
+            {"master_dtype": torch.float64},
+        ):
+            with refused(next(iter(options)), ValueError):
+                fused(Run(), params, **options)
+    elif what == "hook":
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+        ddp = DistributedDataParallel(bag)
+        ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+        with refused("communication hook"):
+            fused(Run(), params, ddp=ddp)
+    elif what == "foreign":
+        ddp = DistributedDataParallel(nn.Linear(3, 3))
+        with refused("does not belong", ValueError):
+            fused(Run(), params, ddp=ddp)
+    elif what == "twice":
+        ddp = DistributedDataParallel(bag)
+        kept = fused(Run(), params, ddp=ddp)
+        with refused("two optimizers", ValueError):
+            fused(Run(), params, ddp=ddp)
+        del kept
+    else:
+        raise AssertionError(what)
+    healthy(context)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -637,7 +742,10 @@ def test_sparse_gradients(context: Context, mode: str) -> None:
     healthy(context)
 
 
-def shared(context: Context, mode: str, early: bool) -> str:
+@pytest.mark.parametrize("early", [False, True], ids=["after backward", "before"])
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(2)
+def test_shared_parameters_are_guarded(context: Context, mode: str, early: bool) -> str:
     """Shared parameters: one copy, and writes outside step() raise unless announced."""
     run = Run(mode=mode, ours={"share_parameters": True})
     trainer = Trainer(context, run)
@@ -666,9 +774,3 @@ def shared(context: Context, mode: str, early: bool) -> str:
     trainer.both(1)
     trainer.agree()
     return digest(trainer.params)
-
-
-@pytest.mark.parametrize("early", [False, True], ids=["after backward", "before"])
-@pytest.mark.parametrize("mode", MODES)
-def test_shared_parameters_are_guarded(pair: harness.Workers, mode: str, early: bool) -> None:
-    pair.agree(shared, mode, early)

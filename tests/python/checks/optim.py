@@ -232,43 +232,6 @@ def parity(context: Context, run: Run, tolerance: float = 1e-6) -> str:
     return trainer.agree(tolerance)
 
 
-def reproducible(context: Context, run: Run) -> tuple[str, str]:
-    """Digests of the parameters and of this rank's state after a run."""
-    trainer = Trainer(context, run)
-    for step in range(run.steps):
-        trainer.both(step)
-    return digest(trainer.params), digest(trainer.state())
-
-
-def lamb_mutant(context: Context, run: Run) -> float:
-    """How far LAMB is from the formula with a second division by the update's norm."""
-    trainer = Trainer(context, run)
-    trainer.oracle.divide_again = True
-    for step in range(run.steps):
-        trainer.both(step)
-    try:
-        trainer.agree(state=False)
-    except AssertionError:
-        pairs = zip(trainer.params, trainer.twin.parameters(), strict=True)
-        return min(distance(a.detach(), b.detach()) for a, b in pairs if a.numel() > 1)
-    raise AssertionError("the comparison does not see a second division by the update's norm")
-
-
-def lamb_ratio(context: Context, mode: str) -> None:
-    """The first step's length is lr * |x|, whatever the gradient is, and 0-norms count as 1."""
-    run = Run("LAMB", mode, options={"weight_decay": 0.0, "always_adapt": True}, groups=False)
-    trainer = Trainer(context, run)
-    with torch.no_grad():
-        trainer.params[1].zero_()
-    before = [param.detach().clone() for param in trainer.params]
-    trainer.backward(0, 1000.0)
-    trainer.optimizer.step()
-    for i, (param, old) in enumerate(zip(trainer.params, before, strict=True)):
-        moved = float((param.detach() - old).double().norm())
-        want = 1e-2 * (float(old.double().norm()) if i != 1 else 7**0.5)
-        assert abs(moved - want) <= 1e-5 * want, i
-
-
 def half_with_master(context: Context, run: Run) -> str:
     """Half parameters with float32 masters: a float32 run, rounded."""
     trainer = Trainer(context, run)
@@ -292,21 +255,6 @@ def half_with_master(context: Context, run: Run) -> str:
     return digest(trainer.params)
 
 
-def half_written_outside(context: Context) -> None:
-    """A half parameter loaded between steps is taken over by its master."""
-    ours = {"master_dtype": torch.float32}
-    run = Run("SGD", shapes=((1021,), (31, 37)), dtypes=("bfloat16",), ours=ours)
-    trainer = Trainer(context, run)
-    trainer.both(0)
-    with torch.no_grad():
-        for param in trainer.params:
-            param.fill_(3.0)
-        for group in trainer.optimizer.param_groups:
-            group["lr"] = 0.0
-    trainer.both(1)
-    assert all(bool((param == 3.0).all()) for param in trainer.params)
-
-
 def scheduled(context: Context, run: Run) -> str:
     """OneCycleLR moves lr and momentum; what it sets is used by the next update."""
     trainer = Trainer(context, run)
@@ -321,82 +269,4 @@ def scheduled(context: Context, run: Run) -> str:
             schedule.step()
         rates.add(float(trainer.optimizer.param_groups[0]["lr"]))
     assert len(rates) == run.steps
-    return trainer.agree()
-
-
-def group_later(context: Context, run: Run) -> str:
-    """Parameters that join the optimizer after some steps."""
-    trainer = Trainer(context, run)
-    trainer.optimizer = None
-    if run.mode != "manual":
-        bag = copy.deepcopy(trainer.bag)
-        trainer.net = trainer.ddp = DistributedDataParallel(bag, bucket_cap_mb=0.004)
-        trainer.bag, trainer.params = bag, list(bag.parameters())
-    elif context.rank:
-        with torch.no_grad():
-            trainer.params[-1].fill_(float(context.rank))  # the first rank's value wins
-    first, last = grouped(run, list(trainer.params))
-    trainer.optimizer = fused(run, [first], ddp=trainer.ddp)
-    twins = grouped(run, list(trainer.twin.parameters()))
-    trainer.oracle = getattr(torch.optim, run.optimizer)(twins[:1], foreach=False)
-    for step in range(run.steps):
-        if step == 3:
-            trainer.net.zero_grad()
-            trainer.optimizer.add_param_group(last)
-            trainer.oracle.add_param_group(twins[1])
-        trainer.net.zero_grad()
-        trainer.both(step)
-    return trainer.agree()
-
-
-def closure(context: Context, mode: str) -> None:
-    """A closure is called once, with gradients enabled, and its loss is returned."""
-    trainer = Trainer(context, Run(mode=mode, steps=2))
-    calls: list[int] = []
-
-    def evaluate() -> torch.Tensor:
-        assert torch.is_grad_enabled()
-        calls.append(len(calls))
-        trainer.optimizer.zero_grad()
-        loss: torch.Tensor = trainer.net(trainer.gradients(calls[-1]))
-        loss.backward()
-        return loss
-
-    for step in range(2):
-        with torch.no_grad():
-            loss = trainer.optimizer.step(evaluate)
-        assert loss.dim() == 0
-        assert loss.requires_grad
-        trainer.prepare(step)
-        trainer.oracle.step()
-    assert calls == [0, 1]
-    trainer.agree()
-
-
-def unused(context: Context, run: Run) -> str:
-    """One parameter that no rank uses, and one that only the first rank does."""
-    trainer = Trainer(context, run)
-    nobody, some = 2, 3
-    before = trainer.params[nobody].detach().clone()
-    size = context.world_size
-    for step in range(run.steps):
-        trainer.optimizer.zero_grad()
-        gradients = trainer.gradients(step)
-        gradients[nobody] = None
-        if context.rank:
-            gradients[some] = None
-        trainer.net(gradients).backward()
-        # With overlap nobody has waited yet, and a guard stands in every gradient's place.
-        assert run.mode == "overlap" or trainer.params[nobody].grad is None
-        trainer.optimizer.step()
-        trainer.prepare(step, used=[i for i in range(len(trainer.params)) if i != nobody])
-        list(trainer.twin.parameters())[some].grad = run.gradient(step, 0, some) / size
-        trainer.oracle.step()
-        assert trainer.params[nobody].grad is None
-    assert same(trainer.params[nobody].detach(), before)
-    assert trainer.params[nobody] not in trainer.optimizer.state
-    if not run.ddp.get("static_graph"):
-        trainer.agree()
-        # Used at last: momentum starts here, and so do bias corrections.
-        trainer.both(run.steps)
     return trainer.agree()
