@@ -49,43 +49,6 @@ SCALING: dict[str, Callable[[Trainer, bool], object]] = {
 }
 
 
-def _scaled_step(
-    trainer: Trainer, scaler: Any, step: int, overflow: bool, clip: str, unscale: bool
-) -> None:
-    trainer.optimizer.zero_grad()
-    last = trainer.context.rank == trainer.context.world_size - 1
-    loss = trainer.net(trainer.gradients(step)) * (torch.inf if overflow and last else 1.0)
-    scaler.scale(loss).backward()
-    if unscale:
-        scaler.unscale_(trainer.optimizer)
-        _clip(trainer, clip, 5.0, 2.0)
-    scaler.step(trainer.optimizer)
-    scaler.update()
-
-
-def scaler(context: Context, run: Run, unscale: bool = False, clip: str = "none") -> str:
-    """An overflow on one rank stops all of them and halves the scale on all."""
-    if clip == "constructor":
-        run = dataclasses.replace(run, ours={"max_grad_norm": 5.0})
-    trainer = Trainer(context, run)
-    amp = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    expected = 1024.0
-    for step in range(run.steps):
-        overflow = step in (1, 4)
-        before = trainer.state()
-        _scaled_step(trainer, amp, step, overflow, clip, unscale)
-        expected *= 0.5 if overflow else 1.0
-        assert amp.get_scale() == expected, step
-        if overflow:
-            unchanged(trainer.state(), before)
-            continue
-        trainer.prepare(step)
-        if clip != "none":
-            assert nn.utils.clip_grad_norm_(trainer.twin.parameters(), 5.0) > 5.0
-        trainer.oracle.step()
-    return trainer.agree(3e-6)
-
-
 OVERLAP_REFUSES = (
     "max_grad_norm",
     "torch clip",
@@ -524,30 +487,6 @@ def test_reduced_gradients(context: Context) -> None:
         twin.grad.mul_(0.5)  # type: ignore[union-attr]
     trainer.oracle.step()
     trainer.agree()
-
-
-SCALED: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "unscale": {"unscale": True},
-    "unscale, method": {"unscale": True, "clip": "method"},
-    "unscale, torch": {"unscale": True, "clip": "torch"},
-    "constructor": {"clip": "constructor"},
-}
-
-
-@pytest.mark.parametrize("how", SCALED)
-@pytest.mark.parametrize("mode", NOT_OVERLAP)
-@pytest.mark.parametrize("name", ["SGD", "AdamW"])
-def test_grad_scaler(trio: harness.Workers, name: str, mode: str, how: str) -> None:
-    options = {"unscale": False, "clip": "none", **SCALED[how]}
-    run = Run(name, mode, steps=7)
-    trio.agree(scaler, run, options["unscale"], options["clip"])
-
-
-def test_grad_scaler_with_types_of_their_own(pair: harness.Workers) -> None:
-    for mode in NOT_OVERLAP:
-        run = Run("SGD", mode, dtypes=("float32", "float64"), steps=6)
-        pair.agree(scaler, run, True, "method")
 
 
 @pytest.mark.parametrize("types", [1, 2])

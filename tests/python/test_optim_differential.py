@@ -49,6 +49,12 @@ INTERESTING = (
 )
 
 
+def test_each_pattern(pair: harness.Workers) -> None:
+    """In one of the setups."""
+    for i, name in enumerate(NAMES):
+        agree(pair, name, CHOSEN[i % len(CHOSEN) :][:1])
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_patterns(pair: harness.Workers, name: str) -> None:
     agree(pair, name, CHOSEN)
@@ -62,6 +68,11 @@ def test_manual_mode(pair: harness.Workers, name: str) -> None:
 @pytest.mark.parametrize("name", INTERESTING)
 def test_clipping_and_scaling(pair: harness.Workers, name: str) -> None:
     agree(pair, name, FINISHED[INTERESTING.index(name) :: len(INTERESTING)])
+
+
+@pytest.mark.parametrize("name", INTERESTING)
+def test_dispatch_modes(pair: harness.Workers, name: str) -> None:
+    agree(pair, name, [dataclasses.replace(s, modes=True) for s in CHOSEN])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -78,6 +89,7 @@ def test_batched_copies(pair: harness.Workers, name: str) -> None:
     agree(pair, name, [dataclasses.replace(s, batched=True) for s in CHOSEN])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [1, 3])
 def test_other_worlds(size: int) -> None:
     for i, name in enumerate(NAMES):
@@ -189,6 +201,7 @@ def test_everything(size: int) -> None:
         agree(harness.pool(size), name, SETUPS)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", [0, *map(harness.slow, range(1, 11))])
 @pytest.mark.parametrize("where", ["2", *map(harness.slow, "13")])
@@ -196,6 +209,7 @@ def test_drawn_scripts(where: str, seed: int) -> None:
     core.search("scripts", where, core.seed(seed))
 
 
+@pytest.mark.long
 def test_drawn_trips() -> None:
     """Checkpoints from three ranks to two and back."""
     core.search("trips", *trips.WHERE, core.seed(0))

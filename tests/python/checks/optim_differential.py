@@ -6,6 +6,7 @@ names what it cannot do. What DDP itself refuses, the fused run has to refuse, t
 
 from __future__ import annotations
 
+import contextlib
 import re
 import traceback
 import warnings
@@ -14,12 +15,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from checks.optim_patterns import ANY, NAMES, NEVER, PATTERNS, Program, execute
 from checks.optim_script import Script, Setup
 from harness import Context
 
 TOLERANCE = 1e-11
+
+
+class Mode(TorchDispatchMode):
+    """A mode of the user's."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
 
 
 def _run(
@@ -32,14 +42,18 @@ def _run(
     """The script after its run, and the error that ended it, if any."""
     script = Script(context, setup, fused, group)
     error = ""
-    with warnings.catch_warnings():
+    flops = FlopCounterMode(display=False)
+    with warnings.catch_warnings(), contextlib.ExitStack() as stack:
         warnings.simplefilter("ignore")
+        for mode in (Mode(), flops) if setup.modes else ():
+            stack.enter_context(mode)
         try:
             pattern(script)
         except RuntimeError as problem:
             assert not isinstance(problem, dist.DistError), problem
             error = str(problem) or repr(problem)
             traceback.clear_frames(problem.__traceback__)
+    script.flops = flops.get_total_flops()
     return script, error
 
 
@@ -66,6 +80,10 @@ def difference(
     if refused:
         able = error or re.search(allowed.get("refused", "^$"), refused)
         return "" if able else f"DDP refuses, ours does not: {refused}"
+    if not error and ours.scaler.get_scale() != theirs.scaler.get_scale():
+        return "other scales of the loss"
+    if not error and ours.flops != theirs.flops:
+        return f"{ours.flops} FLOPs were counted, not {theirs.flops}"
     if not error:
         return "" if len(got) == len(want) else f"{len(got)} steps of {len(want)}"
     mode = "ddp" if setup.mode == "hook" else setup.mode

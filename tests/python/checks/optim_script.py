@@ -84,7 +84,8 @@ def of_torch(name: str, params: Any) -> torch.optim.Optimizer:
     return made
 
 
-SCALED = ("scaler", "overflow", "scaler alone")
+SCALED = ("scaler", "overflow", "scaler alone", "scaler and max_grad_norm")
+MAX_NORM = 0.7
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,10 +97,12 @@ class Setup:
     mode: str = "ddp"
     view: bool = False
     graph: str = ""  # or find_unused, static
-    # Or clip, its own clip; scaler (with clip), overflow (the same, and some gradients of one rank
-    # are infinite), scaler alone (that, and only the scaler's step()).
+    # Or clip, its own clip, max_grad_norm; scaler (with clip), overflow (the same, and some
+    # gradients of one rank are infinite), scaler alone (that, and only the scaler's step()), scaler
+    # and max_grad_norm (that, and step() clips).
     finish: str = ""
     batched: bool = False  # DDP copies gradients when a bucket is complete
+    modes: bool = False  # under a dispatch mode of the user's, and one that counts FLOPs
 
     def ddp(self) -> dict[str, Any]:
         # Torch before 2.13 does not know it.
@@ -183,6 +186,7 @@ class Script:
         self.diverged: int | None = None  # the step after which ranks differ
         self.saved: dict[str, Any] | None = None  # state of the optimizer
         self.history: list[list[torch.Tensor]] = []
+        self.flops = 0  # that were counted
         self.late: list[int] = []  # layers that are to be written behind the next update
         self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
         self.build()
@@ -217,10 +221,13 @@ class Script:
 
     def own(self, net: Any) -> dict[str, Any]:
         """What our optimizers are given besides torch's arguments."""
+        clips = "max_grad_norm" in self.setup.finish
+        own: dict[str, Any] = {"max_grad_norm": MAX_NORM} if clips else {}
         if self.manual:
-            return {"process_group": self.group}
-        hook = {"comm_hook": (self.group, allreduce_hook)} if self.setup.mode == "hook" else {}
-        return {"ddp": net, "overlap": self.setup.mode == "overlap", **hook}
+            return {"process_group": self.group, **own}
+        if self.setup.mode == "hook":
+            own["comm_hook"] = (self.group, allreduce_hook)
+        return {"ddp": net, "overlap": self.setup.mode == "overlap", **own}
 
     def in_groups(self) -> None:
         """As it is built, with two parameter groups that differ in their rate."""
@@ -245,7 +252,8 @@ class Script:
         if self.setup.finish in SCALED:
             loss = self.scaler.scale(loss)
         last = self.context.rank == self.context.world_size - 1
-        if self.setup.finish in ("overflow", "scaler alone") and last and self.batches % 3 == 2:
+        overflows = self.setup.finish in SCALED[1:]
+        if overflows and last and self.batches % 3 == 2:
             loss = loss * torch.inf
         before = self.values()
         loss.backward(**options)
@@ -281,26 +289,26 @@ class Script:
     def step(self, zero: bool = True) -> None:
         finish, opt = self.setup.finish, self.opt
         looked = self.values()
-        if self.manual and finish not in ("", "scaler alone"):
+        in_step = finish == "scaler alone" or "max_grad_norm" in finish
+        by_itself = in_step and (self.fused or finish == "scaler alone")
+        grads = [p.grad for p in self.params if p.grad is not None]
+        kept = [(grad, grad.clone()) for grad in grads if in_step and not self.fused]
+        if self.manual and finish and not by_itself:
             opt.reduce_gradients()
-        if finish in ("scaler", "overflow"):
+        if finish in SCALED and not by_itself:
             self.scaler.unscale_(opt)
         if finish == "its own clip" and self.fused:
-            opt.clip_grad_norm_(0.7)
-        elif finish not in ("", "scaler alone"):
-            nn.utils.clip_grad_norm_(self.params, 0.7, foreach=False)
+            opt.clip_grad_norm_(MAX_NORM)
+        elif finish and not by_itself:
+            nn.utils.clip_grad_norm_(self.params, MAX_NORM, foreach=False)
         if finish in SCALED:
-            scale = self.scaler.get_scale()
             self.scaler.step(opt)
             self.scaler.update()
-            if finish == "scaler alone" and not self.fused:
-                # The scaler has left gradients unscaled; not those of optimizers that scale
-                # themselves, as torch's with fused=True and ours. Scales are powers of two.
-                for param in self.params:
-                    if param.grad is not None:
-                        param.grad *= scale
         else:
             opt.step()
+        # Ours scale and clip in the step, and leave gradients as they are.
+        for grad, before in kept:
+            grad.copy_(before)
         if getattr(opt, "overlap", False):
             self.check_still(looked, "step() has changed parameters")
         while self.late:
