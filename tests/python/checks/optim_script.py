@@ -288,6 +288,8 @@ class Script:
 
     def step(self, zero: bool = True) -> None:
         finish, opt = self.setup.finish, self.opt
+        if finish in SCALED and all(param.grad is None for param in self.params):
+            finish = ""  # GradScaler raises
         looked = self.values()
         in_step = finish == "scaler alone" or "max_grad_norm" in finish
         by_itself = in_step and (self.fused or finish == "scaler alone")
