@@ -68,8 +68,9 @@ def difference(
     theirs, refused = _run(context, setup, pattern, False, groups[0])
     ours, error = _run(context, setup, pattern, True, groups[1])
     got, want = ours.history, theirs.history
-    if setup.mode == "manual" and (refused or theirs.diverged is not None):
-        # There is no DDP that could refuse, or let ranks drift apart without a word.
+    # There is no DDP then that could refuse, or let ranks drift apart without a word.
+    cut = setup.mode == "manual" and (bool(refused) or theirs.diverged is not None)
+    if cut:
         want, refused = want[: theirs.diverged], ""
         got, want = got[: len(want)], want[: len(got)]
     for number, (mine, right) in enumerate(zip(got, want, strict=False)):
@@ -80,10 +81,11 @@ def difference(
     if refused:
         able = error or re.search(allowed.get("refused", "^$"), refused)
         return "" if able else f"DDP refuses, ours does not: {refused}"
-    if not error and ours.scaler.get_scale() != theirs.scaler.get_scale():
-        return "other scales of the loss"
-    if not error and ours.flops != theirs.flops:
-        return f"{ours.flops} FLOPs were counted, not {theirs.flops}"
+    if not error and not cut:
+        if ours.scaler.get_scale() != theirs.scaler.get_scale():
+            return "other scales of the loss"
+        if ours.flops != theirs.flops:
+            return f"{ours.flops} FLOPs were counted, not {theirs.flops}"
     if not error:
         return "" if len(got) == len(want) else f"{len(got)} steps of {len(want)}"
     mode = "ddp" if setup.mode == "hook" else setup.mode
