@@ -481,6 +481,7 @@ class Bridge:
     def finish(self) -> None:
         """DDP has finalised the last bucket and disarmed its reducer."""
         self._watch.armed = self.finalising = False
+        self._begun = 0
         self._watch.finish()
         others, self._others = self._others, []
         try:
@@ -580,9 +581,11 @@ class Bridge:
                 result = self._reduce_sparse(bucket, params, ddp)
             elif shadow or not self._reduce_taken(bucket, params, ddp):
                 self._reduce_each(bucket, params, shadow, ddp)
-            if bucket.is_last() and shadow:
+            # In a static graph's first backward DDP numbers all buckets 0, and calls none last.
+            last = bucket.is_last() or (not shadow and bucket.index() + 1 < self._begun)
+            if last and shadow:
                 end_all([mode.shadow_done for mode in self._modes])
-            elif bucket.is_last():
+            elif last:
                 self.finalising = True
         except Exception as error:
             tell(ddp.process_group, error, before, [buffer])

@@ -269,13 +269,11 @@ class WholeState(ShardedState):
 
     def _check_agreement(self) -> None:
         """Raises on all ranks unless they have the same state: who clears it does so everywhere."""
-        self._check_blanks()
         mine = [
-            (number, sorted(self.state.get(param, ())))
+            (number, sorted(self.state[param]))
             for number, (param, _) in enumerate(self._numbered_parameters())
-            if param not in self._blank
+            if self.state.get(param) and param not in self._blank
         ]
-        mine = [one for one in mine if one[1]]
         if not _agreement.same(mine, self._context.group, self._context.device()):
             raise RuntimeError(
                 "ranks have state of different parameters: self.state must be cleared, and state "

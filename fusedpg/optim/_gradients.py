@@ -182,29 +182,26 @@ class GradContext:
 
     def _all_norms(self, order: float) -> tuple[list[ShardedGrad], torch.Tensor]:
         with self.owner().telling():
-            return self._ask_for_norms(order)
-
-    def _ask_for_norms(self, order: float) -> tuple[list[ShardedGrad], torch.Tensor]:
-        extension = self.extension
-        gradients = self.gradients()
-        slices = _slices(gradients)
-        if order in self._known:
-            known, versions, each = self._known[order]
-            # Somebody may have dropped gradients, or written to their slices.
-            same = slices is not None and extension.same_objects(known, gradients)
-            if same and versions == extension.versions_of(slices):
-                return known, each
-            self.changed()
-        if slices is None:
-            if any(gradient.unreduced() is not None for gradient in gradients):
-                self.owner().reduce()
-                gradients = self.gradients()
-            slices = _slices(gradients) or [gradient.local() for gradient in gradients]
-        self.owner().announce(Doing.NORMS, value=order)
-        each = norms(slices, order, self.group)
-        self._known[order] = gradients, extension.versions_of(slices), each
-        self.norms_known.set = True
-        return gradients, each
+            extension = self.extension
+            gradients = self.gradients()
+            slices = _slices(gradients)
+            if order in self._known:
+                known, versions, each = self._known[order]
+                # Somebody may have dropped gradients, or written to their slices.
+                same = slices is not None and extension.same_objects(known, gradients)
+                if same and versions == extension.versions_of(slices):
+                    return known, each
+                self.changed()
+            if slices is None:
+                if any(gradient.unreduced() is not None for gradient in gradients):
+                    self.owner().reduce()
+                    gradients = self.gradients()
+                slices = _slices(gradients) or [gradient.local() for gradient in gradients]
+            self.owner().announce(Doing.NORMS, value=order)
+            each = norms(slices, order, self.group)
+            self._known[order] = gradients, extension.versions_of(slices), each
+            self.norms_known.set = True
+            return gradients, each
 
     def norms_of(self, gradients: Sequence[object], order: float) -> torch.Tensor | None:
         """The norms of a list of gradients if it is that of all of them, float64."""

@@ -169,9 +169,11 @@ class Manual(Mode):
                     "scaler.step()"
                 )
             found_inf = _found_anywhere(self.context, found_inf)
-        if self.context.max_grad_norm is None and _all_local(self.context):
-            _step_on_local(self.context, scale, found_inf)
-            return
+        if self.context.max_grad_norm is None:
+            usual = _unreduced(self.context)
+            if usual is not None or _all_local(self.context):
+                _step_on_local(self.context, usual, scale, found_inf)
+                return
         reduce_gradients(self.context)
         self.context.wait()
         params, slices = all_slices(self.context)
@@ -301,7 +303,7 @@ def _any_unreduced(context: StepContext) -> bool:
 
 def _all_local(context: StepContext) -> bool:
     """Whether nothing that was reduced stands in ``p.grad``."""
-    return _unreduced(context) is not None or not any(
+    return not any(
         isinstance(param.grad, ShardedGrad) and param.grad.holds_reduced()
         for param in context.parameters()
     )
@@ -317,12 +319,15 @@ def _unreduced(
 
 
 def _step_on_local(
-    context: StepContext, scale: torch.Tensor | None, found_inf: torch.Tensor | None
+    context: StepContext,
+    usual: tuple[list[torch.Tensor], list[torch.Tensor]] | None,
+    scale: torch.Tensor | None,
+    found_inf: torch.Tensor | None,
 ) -> None:
-    """Everything is one operation."""
-    params, grads = _unreduced(context) or ([], [])
+    """Everything is one operation. ``usual``: see `_unreduced`."""
+    params, grads = usual or ([], [])
     used = [True] * len(params)
-    if not params:
+    if usual is None:
         gradients, used = _local_gradients(context, _frozen_with_gradient(context))
         params = [gradient.param for gradient in gradients]
         grads = [gradient.local for gradient in gradients]

@@ -21,7 +21,6 @@ REST = [
     "test_compress_golden.py",
     "test_golden.py",
     "test_fusion_random.py",
-    "test_optim_differential.py",
     "test_c10d_suite.py",  # PyTorch's own tests
     "test_frameworks.py",  # `make test-frameworks` installs them
     "test_cuda_fake.py",  # a library of its own

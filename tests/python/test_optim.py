@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import fusedpg
 import harness
 from checks import optim
-from checks.cases import digest, same
-from checks.optim import Run, Trainer, fused, healthy, unchanged
+from checks.cases import digest, distance, same
+from checks.optim import Run, Trainer, fused, grouped, healthy, unchanged
 from checks.refused import refused
 from harness import Context, on_ranks
 
@@ -48,43 +49,6 @@ SCALING: dict[str, Callable[[Trainer, bool], object]] = {
 }
 
 
-def _scaled_step(
-    trainer: Trainer, scaler: Any, step: int, overflow: bool, clip: str, unscale: bool
-) -> None:
-    trainer.optimizer.zero_grad()
-    last = trainer.context.rank == trainer.context.world_size - 1
-    loss = trainer.net(trainer.gradients(step)) * (torch.inf if overflow and last else 1.0)
-    scaler.scale(loss).backward()
-    if unscale:
-        scaler.unscale_(trainer.optimizer)
-        _clip(trainer, clip, 5.0, 2.0)
-    scaler.step(trainer.optimizer)
-    scaler.update()
-
-
-def scaler(context: Context, run: Run, unscale: bool = False, clip: str = "none") -> str:
-    """An overflow on one rank stops all of them and halves the scale on all."""
-    if clip == "constructor":
-        run = dataclasses.replace(run, ours={"max_grad_norm": 5.0})
-    trainer = Trainer(context, run)
-    amp = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    expected = 1024.0
-    for step in range(run.steps):
-        overflow = step in (1, 4)
-        before = trainer.state()
-        _scaled_step(trainer, amp, step, overflow, clip, unscale)
-        expected *= 0.5 if overflow else 1.0
-        assert amp.get_scale() == expected, step
-        if overflow:
-            unchanged(trainer.state(), before)
-            continue
-        trainer.prepare(step)
-        if clip != "none":
-            assert nn.utils.clip_grad_norm_(trainer.twin.parameters(), 5.0) > 5.0
-        trainer.oracle.step()
-    return trainer.agree(3e-6)
-
-
 OVERLAP_REFUSES = (
     "max_grad_norm",
     "torch clip",
@@ -101,61 +65,8 @@ OVERLAP_REFUSES = (
 )
 
 
-def refuses(context: Context, what: str) -> None:
-    """What no fused optimizer takes."""
-    bag = Trainer(context, Run()).bag
-    params = list(bag.parameters())
-    if what == "differentiable":
-        for name in ("SGD", "Adam", "AdamW", "LAMB"):
-            with refused("differentiable", ValueError):
-                fused(Run(name), params, differentiable=True)
-    elif what == "capturable":
-        for name in ("Adam", "AdamW", "LAMB"):
-            with refused("capturable", ValueError):
-                fused(Run(name), params, capturable=True)
-    elif what == "complex":
-        with refused("complex64", TypeError):
-            fused(Run(), [nn.Parameter(torch.zeros(3, dtype=torch.complex64))])
-    elif what == "gaps":
-        with refused("dense", TypeError):
-            fused(Run(), [nn.Parameter(torch.zeros(6)[::2])])
-    elif what == "gloo":
-        with refused("backend", ValueError):
-            fused(Run(), params, process_group=context.oracle)
-        ddp = DistributedDataParallel(bag, process_group=context.oracle)
-        with refused("backend", ValueError):
-            fused(Run(), params, ddp=ddp)
-    elif what == "options":
-        for options in (
-            {"reduce": "max"},
-            {"max_grad_norm": 0.0},
-            {"master_dtype": torch.float64},
-        ):
-            with refused(next(iter(options)), ValueError):
-                fused(Run(), params, **options)
-    elif what == "hook":
-        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-        ddp = DistributedDataParallel(bag)
-        ddp.register_comm_hook(None, default_hooks.allreduce_hook)
-        with refused("communication hook"):
-            fused(Run(), params, ddp=ddp)
-    elif what == "foreign":
-        ddp = DistributedDataParallel(nn.Linear(3, 3))
-        with refused("does not belong", ValueError):
-            fused(Run(), params, ddp=ddp)
-    elif what == "twice":
-        ddp = DistributedDataParallel(bag)
-        kept = fused(Run(), params, ddp=ddp)
-        with refused("two optimizers", ValueError):
-            fused(Run(), params, ddp=ddp)
-        del kept
-    else:
-        raise AssertionError(what)
-    healthy(context)
-
-
 REFUSES = (
+    "fuse",
     "differentiable",
     "capturable",
     "complex",
@@ -172,6 +83,7 @@ pytestmark = pytest.mark.fused_only
 NAMES = ("SGD", "Adam", "AdamW", "LAMB")
 MODES = ("manual", "ddp", "overlap")
 NOT_OVERLAP = ("manual", "ddp")
+WORLDS = (1, 2, 3, harness.slow(4))
 VARIANTS = {
     "SGD plain": Run("SGD", options={"momentum": 0, "dampening": 0, "weight_decay": 0}),
     "SGD nesterov": Run("SGD", options={"dampening": 0, "nesterov": True}),
@@ -291,26 +203,66 @@ def test_master_weights_without_elements(workers: harness.Workers, mode: str) ->
     workers.agree(optim.half_with_master, run)
 
 
-def test_masters_follow_what_is_written_into_parameters(pair: harness.Workers) -> None:
-    pair.run(optim.half_written_outside)
+@on_ranks(2)
+def test_masters_follow_what_is_written_into_parameters(context: Context) -> None:
+    """A half parameter loaded between steps is taken over by its master."""
+    ours = {"master_dtype": torch.float32}
+    run = Run("SGD", shapes=((1021,), (31, 37)), dtypes=("bfloat16",), ours=ours)
+    trainer = Trainer(context, run)
+    trainer.both(0)
+    with torch.no_grad():
+        for param in trainer.params:
+            param.fill_(3.0)
+        for group in trainer.optimizer.param_groups:
+            group["lr"] = 0.0
+    trainer.both(1)
+    assert all(bool((param == 3.0).all()) for param in trainer.params)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_oracle_sees_a_wrong_lamb(pair: harness.Workers, mode: str) -> None:
-    for distance in pair.run(optim.lamb_mutant, Run("LAMB", mode, steps=20)):
-        assert distance > 1e-4
+@on_ranks(2)
+def test_the_oracle_sees_a_wrong_lamb(context: Context, mode: str) -> None:
+    """Which is the formula with a second division by the update's norm."""
+    run = Run("LAMB", mode, steps=20)
+    trainer = Trainer(context, run)
+    trainer.oracle.divide_again = True
+    for step in range(run.steps):
+        trainer.both(step)
+    with pytest.raises(AssertionError):
+        trainer.agree(state=False)
+    for a, b in zip(trainer.params, trainer.twin.parameters(), strict=True):
+        assert a.numel() == 1 or distance(a.detach(), b.detach()) > 1e-4
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_trust_ratio_is_that_of_whole_tensors(workers: harness.Workers, mode: str) -> None:
-    workers.run(optim.lamb_ratio, mode)
+@on_ranks(*WORLDS)
+def test_trust_ratio_is_that_of_whole_tensors(context: Context, mode: str) -> None:
+    """The first step's length is lr * |x|, whatever the gradient is, and 0-norms count as 1."""
+    run = Run("LAMB", mode, options={"weight_decay": 0.0, "always_adapt": True}, groups=False)
+    trainer = Trainer(context, run)
+    with torch.no_grad():
+        trainer.params[1].zero_()
+    before = [param.detach().clone() for param in trainer.params]
+    trainer.backward(0, 1000.0)
+    trainer.optimizer.step()
+    for i, (param, old) in enumerate(zip(trainer.params, before, strict=True)):
+        moved = float((param.detach() - old).double().norm())
+        want = 1e-2 * (float(old.double().norm()) if i != 1 else 7**0.5)
+        assert abs(moved - want) <= 1e-5 * want, i
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", NAMES)
-def test_runs_are_identical(trio: harness.Workers, name: str, mode: str) -> None:
-    run = Run(name, mode, steps=20)
-    assert trio.run(optim.reproducible, run) == trio.run(optim.reproducible, run)
+@on_ranks(3)
+def test_runs_are_identical(context: Context, name: str, mode: str) -> None:
+    """Their parameters, and this rank's state."""
+    digests = set()
+    for _ in range(2):
+        trainer = Trainer(context, Run(name, mode))
+        for step in range(20):
+            trainer.both(step)
+        digests.add(digest(trainer.state()))
+    assert len(digests) == 1
 
 
 # --- groups, schedulers, closures ---------------------------------------------------
@@ -328,45 +280,112 @@ def test_one_cycle_with_a_tensor(pair: harness.Workers, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", NAMES)
-def test_hyperparameters_are_read_at_update_time(
-    pair: harness.Workers, name: str, mode: str
-) -> None:
-    pair.agree(optim.edited, Run(name, mode, steps=10))
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", NAMES)
-def test_no_lr_moves_nothing(pair: harness.Workers, name: str, mode: str) -> None:
-    pair.run(optim.still, Run(name, mode))
-
-
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["SGD", "AdamW"])
-def test_a_group_added_later(pair: harness.Workers, name: str, mode: str) -> None:
-    pair.agree(optim.group_later, Run(name, mode, steps=8))
+@on_ranks(2)
+def test_a_group_added_later(context: Context, name: str, mode: str) -> str:
+    """Parameters that join the optimizer after some steps."""
+    run = Run(name, mode, steps=8)
+    trainer = Trainer(context, run)
+    trainer.optimizer = None
+    if run.mode != "manual":
+        bag = copy.deepcopy(trainer.bag)
+        trainer.net = trainer.ddp = DistributedDataParallel(bag, bucket_cap_mb=0.004)
+        trainer.bag, trainer.params = bag, list(bag.parameters())
+    elif context.rank:
+        with torch.no_grad():
+            trainer.params[-1].fill_(float(context.rank))  # the first rank's value wins
+    first, last = grouped(run, list(trainer.params))
+    trainer.optimizer = fused(run, [first], ddp=trainer.ddp)
+    twins = grouped(run, list(trainer.twin.parameters()))
+    trainer.oracle = getattr(torch.optim, run.optimizer)(twins[:1], foreach=False)
+    for step in range(run.steps):
+        if step == 3:
+            trainer.net.zero_grad()
+            trainer.optimizer.add_param_group(last)
+            trainer.oracle.add_param_group(twins[1])
+        trainer.net.zero_grad()
+        trainer.both(step)
+    return trainer.agree()
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_closure_is_called_once(pair: harness.Workers, mode: str) -> None:
-    pair.run(optim.closure, mode)
+@on_ranks(2)
+def test_closure_is_called_once(context: Context, mode: str) -> None:
+    """A closure is called once, with gradients enabled, and its loss is returned."""
+    trainer = Trainer(context, Run(mode=mode, steps=2))
+    calls: list[int] = []
+
+    def evaluate() -> torch.Tensor:
+        assert torch.is_grad_enabled()
+        calls.append(len(calls))
+        trainer.optimizer.zero_grad()
+        loss: torch.Tensor = trainer.net(trainer.gradients(calls[-1]))
+        loss.backward()
+        return loss
+
+    for step in range(2):
+        with torch.no_grad():
+            loss = trainer.optimizer.step(evaluate)
+        assert loss.dim() == 0
+        assert loss.requires_grad
+        trainer.prepare(step)
+        trainer.oracle.step()
+    assert calls == [0, 1]
+    trainer.agree()
 
 
+@pytest.mark.parametrize("alone", [False, True], ids=["all", "rank 0"])
 @pytest.mark.parametrize("mode", MODES)
-def test_step_without_gradients(trio: harness.Workers, mode: str) -> None:
-    trio.run(optim.two_steps, mode)
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "LAMB"])
+@on_ranks(2)
+def test_state_dict_of_a_fresh_optimizer(
+    context: Context, name: str, mode: str, alone: bool
+) -> None:
+    """get_optimizer_state_dict() on a fresh optimizer: no collective, no moved weight."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-
-@pytest.mark.parametrize("mode", MODES)
-def test_frozen_parameters(trio: harness.Workers, mode: str) -> None:
-    trio.agree(optim.frozen, mode)
+    trainer = Trainer(context, Run(name, mode))
+    before = [param.detach().clone() for param in trainer.params]
+    if not alone or context.rank == 0:
+        found = get_optimizer_state_dict(trainer.net, trainer.optimizer)
+        assert len(found["param_groups"]) == 2
+    unchanged([param.detach() for param in trainer.params], before)
+    dist.barrier()
+    for step in range(3):
+        trainer.both(step)
+    trainer.agree()
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["SGD", "AdamW", "LAMB"])
-def test_unused_parameters(trio: harness.Workers, name: str, mode: str) -> None:
+@on_ranks(3)
+def test_unused_parameters(context: Context, name: str, mode: str) -> str:
+    """One parameter that no rank uses, and one that only the first rank does."""
     run = Run(name, mode, steps=6, ddp={"find_unused_parameters": True})
-    trio.agree(optim.unused, run)
+    trainer = Trainer(context, run)
+    nobody, some = 2, 3
+    before = trainer.params[nobody].detach().clone()
+    size = context.world_size
+    for step in range(run.steps):
+        trainer.optimizer.zero_grad()
+        gradients = trainer.gradients(step)
+        gradients[nobody] = None
+        if context.rank:
+            gradients[some] = None
+        trainer.net(gradients).backward()
+        # With overlap nobody has waited yet, and a guard stands in every gradient's place.
+        assert run.mode == "overlap" or trainer.params[nobody].grad is None
+        trainer.optimizer.step()
+        trainer.prepare(step, used=[i for i in range(len(trainer.params)) if i != nobody])
+        list(trainer.twin.parameters())[some].grad = run.gradient(step, 0, some) / size
+        trainer.oracle.step()
+        assert trainer.params[nobody].grad is None
+    assert same(trainer.params[nobody].detach(), before)
+    assert trainer.params[nobody] not in trainer.optimizer.state
+    trainer.agree()
+    # Used at last: momentum starts here, and so do bias corrections.
+    trainer.both(run.steps)
+    return trainer.agree()
 
 
 def clipped(context: Context, run: Run, how: str, max_norm: float, order: float = 2.0) -> str:
@@ -470,34 +489,11 @@ def test_reduced_gradients(context: Context) -> None:
     trainer.agree()
 
 
-SCALED: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "unscale": {"unscale": True},
-    "unscale, method": {"unscale": True, "clip": "method"},
-    "unscale, torch": {"unscale": True, "clip": "torch"},
-    "constructor": {"clip": "constructor"},
-}
-
-
-@pytest.mark.parametrize("how", SCALED)
-@pytest.mark.parametrize("mode", NOT_OVERLAP)
-@pytest.mark.parametrize("name", ["SGD", "AdamW"])
-def test_grad_scaler(trio: harness.Workers, name: str, mode: str, how: str) -> None:
-    options = {"unscale": False, "clip": "none", **SCALED[how]}
-    run = Run(name, mode, steps=7)
-    trio.agree(scaler, run, options["unscale"], options["clip"])
-
-
-def test_grad_scaler_with_types_of_their_own(pair: harness.Workers) -> None:
-    for mode in NOT_OVERLAP:
-        run = Run("SGD", mode, dtypes=("float32", "float64"), steps=6)
-        pair.agree(scaler, run, True, "method")
-
-
-def scaler_by_hand(context: Context, unscale: bool, types: int) -> str:
+@pytest.mark.parametrize("types", [1, 2])
+@pytest.mark.parametrize("unscale", [False, True], ids=["", "unscale"])
+@on_ranks(3)
+def test_grad_scaler_by_hand(context: Context, unscale: bool, types: int) -> str:
     """Manual mode, gradients put in by hand, infinite ones on one rank: all scalers back off."""
-    import fusedpg
-
     dtypes = (torch.float32, torch.float64)[:types]
     params = [nn.Parameter(torch.ones(300, dtype=dtype)) for dtype in dtypes]
     optimizer = fusedpg.optim.SGD(params, lr=0.1)
@@ -528,17 +524,9 @@ def scaler_by_hand(context: Context, unscale: bool, types: int) -> str:
     return digest(params)
 
 
-@pytest.mark.parametrize("types", [1, 2])
-@pytest.mark.parametrize("unscale", [False, True], ids=["", "unscale"])
-def test_grad_scaler_by_hand(trio: harness.Workers, unscale: bool, types: int) -> None:
-    trio.agree(scaler_by_hand, unscale, types)
-
-
 @on_ranks(3)
 def test_found_inf_on_one_rank(context: Context) -> None:
     """A script that sets ``found_inf`` on one rank alone is told so, on all ranks."""
-    import fusedpg
-
     param = nn.Parameter(torch.ones(10))
     optimizer = fusedpg.optim.SGD([param], lr=0.1)
     param.grad = torch.ones(10)
@@ -547,56 +535,6 @@ def test_found_inf_on_one_rank(context: Context) -> None:
         optimizer.step()
     assert bool((param == 1).all())
     del optimizer.found_inf
-
-
-def accumulated(context: Context, run: Run) -> str:
-    """Three backwards for each step, two of them under no_sync."""
-    trainer = Trainer(context, run)
-    for step in range(run.steps):
-        trainer.optimizer.zero_grad()
-        parts = [10 * step + part for part in range(3)]
-        for part in parts:
-            last = part == parts[-1]
-            with contextlib.nullcontext() if last else trainer.ddp.no_sync():
-                trainer.backward(part)
-        trainer.optimizer.step()
-        trainer.prepare(*parts)
-        trainer.oracle.step()
-    return trainer.agree()
-
-
-@pytest.mark.parametrize("view", [False, True], ids=["", "view"])
-@pytest.mark.parametrize("mode", ["ddp", "overlap"])
-def test_accumulation(workers: harness.Workers, mode: str, view: bool) -> None:
-    run = Run(mode=mode, steps=5, ddp={"gradient_as_bucket_view": view})
-    workers.agree(accumulated, run)
-
-
-def synced_twice(context: Context, run: Run, clip: bool, some: bool) -> str:
-    """Several reduced backwards before a step, and ``some`` that are not: DDP's sum of means."""
-    trainer = Trainer(context, run)
-    for step in range(run.steps):
-        trainer.optimizer.zero_grad()
-        parts = [10 * step + part for part in range(4)]
-        for i, part in enumerate(parts):
-            with trainer.ddp.no_sync() if some and i == 1 else contextlib.nullcontext():
-                trainer.backward(part)
-        trainer.prepare(*parts)
-        if clip:
-            mine = nn.utils.clip_grad_norm_(trainer.params, 3.0)
-            want = nn.utils.clip_grad_norm_(trainer.twin.parameters(), 3.0)
-            torch.testing.assert_close(mine, want, rtol=1e-5, atol=0)
-        trainer.optimizer.step()
-        trainer.oracle.step()
-    return trainer.agree(3e-6)
-
-
-@pytest.mark.parametrize("some", [False, True], ids=["all", "some"])
-@pytest.mark.parametrize("clip", [False, True], ids=["", "clip"])
-@pytest.mark.parametrize("view", [False, True], ids=["", "view"])
-def test_synced_accumulation(trio: harness.Workers, view: bool, clip: bool, some: bool) -> None:
-    run = Run("SGD", "ddp", steps=5, ddp={"gradient_as_bucket_view": view})
-    trio.agree(synced_twice, run, clip, some)
 
 
 @pytest.mark.parametrize("before", [False, True], ids=["first", "later"])
@@ -669,8 +607,62 @@ def test_overlap_refuses(context: Context, what: str) -> None:
 
 
 @pytest.mark.parametrize("what", REFUSES)
-def test_refuses(pair: harness.Workers, what: str) -> None:
-    pair.run(refuses, what)
+@on_ranks(2)
+def test_refuses(context: Context, what: str) -> None:
+    """What no fused optimizer takes."""
+    bag = Trainer(context, Run()).bag
+    params = list(bag.parameters())
+    if what == "fuse":
+        with refused("RMSprop", TypeError):
+            fusedpg.optim.from_torch(torch.optim.RMSprop([nn.Parameter(torch.zeros(3))]))
+    elif what == "differentiable":
+        for name in ("SGD", "Adam", "AdamW", "LAMB"):
+            with refused("differentiable", ValueError):
+                fused(Run(name), params, differentiable=True)
+    elif what == "capturable":
+        for name in ("Adam", "AdamW", "LAMB"):
+            with refused("capturable", ValueError):
+                fused(Run(name), params, capturable=True)
+    elif what == "complex":
+        with refused("complex64", TypeError):
+            fused(Run(), [nn.Parameter(torch.zeros(3, dtype=torch.complex64))])
+    elif what == "gaps":
+        with refused("dense", TypeError):
+            fused(Run(), [nn.Parameter(torch.zeros(6)[::2])])
+    elif what == "gloo":
+        with refused("backend", ValueError):
+            fused(Run(), params, process_group=context.oracle)
+        ddp = DistributedDataParallel(bag, process_group=context.oracle)
+        with refused("backend", ValueError):
+            fused(Run(), params, ddp=ddp)
+    elif what == "options":
+        for options in (
+            {"reduce": "max"},
+            {"max_grad_norm": 0.0},
+            {"master_dtype": torch.float64},
+        ):
+            with refused(next(iter(options)), ValueError):
+                fused(Run(), params, **options)
+    elif what == "hook":
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+        ddp = DistributedDataParallel(bag)
+        ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+        with refused("communication hook"):
+            fused(Run(), params, ddp=ddp)
+    elif what == "foreign":
+        ddp = DistributedDataParallel(nn.Linear(3, 3))
+        with refused("does not belong", ValueError):
+            fused(Run(), params, ddp=ddp)
+    elif what == "twice":
+        ddp = DistributedDataParallel(bag)
+        kept = fused(Run(), params, ddp=ddp)
+        with refused("two optimizers", ValueError):
+            fused(Run(), params, ddp=ddp)
+        del kept
+    else:
+        raise AssertionError(what)
+    healthy(context)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -689,7 +681,10 @@ def test_sparse_gradients(context: Context, mode: str) -> None:
     healthy(context)
 
 
-def shared(context: Context, mode: str, early: bool) -> str:
+@pytest.mark.parametrize("early", [False, True], ids=["after backward", "before"])
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(2)
+def test_shared_parameters_are_guarded(context: Context, mode: str, early: bool) -> str:
     """Shared parameters: one copy, and writes outside step() raise unless announced."""
     run = Run(mode=mode, ours={"share_parameters": True})
     trainer = Trainer(context, run)
@@ -718,9 +713,3 @@ def shared(context: Context, mode: str, early: bool) -> str:
     trainer.both(1)
     trainer.agree()
     return digest(trainer.params)
-
-
-@pytest.mark.parametrize("early", [False, True], ids=["after backward", "before"])
-@pytest.mark.parametrize("mode", MODES)
-def test_shared_parameters_are_guarded(pair: harness.Workers, mode: str, early: bool) -> None:
-    pair.agree(shared, mode, early)

@@ -19,14 +19,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusedpg
 import harness
-from checks.optim_script import LAYERS, WIDTH, Net
+from checks.optim_script import Net, Script, Setup, Several, of_torch
 from checks.refused import refused
 from fusedpg._registration import minor_release
 from harness import Context, on_ranks
 
 Program = list[tuple[Any, ...]]
 HALVES = 2
-SGD: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}
 
 
 def refuses(call: Callable[[], Any], kind: type[Exception], text: str) -> None:
@@ -38,26 +37,24 @@ def used_bytes() -> int:
     return int(fusedpg.group_info()["arena_used"])
 
 
-class Life:
-    """A model whose halves have optimizers of their own, ours or (the twin) torch's only."""
+class Life(Script):
+    """A script whose halves have optimizers of their own, ours or (the twin) torch's only."""
 
-    def __init__(self, context: Context, fused: bool, **ddp: Any) -> None:
-        self.context, self.fused = context, fused
-        torch.manual_seed(5)
-        self.module: Any = Net().double()
-        self.ddp = DistributedDataParallel(self.module, bucket_cap_mb=0.0015, **ddp)
-        layers = LAYERS // HALVES
-        self.halves = [
-            [p for layer in self.module.layers[h * layers :][:layers] for p in layer.parameters()]
-            for h in range(HALVES)
-        ]
+    def __init__(self, context: Context, setup: Setup, fused: bool) -> None:
+        super().__init__(context, setup, fused)
+        middle = len(self.params) // HALVES
+        self.halves = [self.params[:middle], self.params[middle:]]
         self.current: list[Any] = [self.torch(half) for half in range(HALVES)]
         self.parked: list[Any] = [None] * HALVES
         self.shares = [False] * HALVES
-        self.batches = 0
+
+    def build(self, make: Callable[[], nn.Module] = Net) -> None:
+        """Without an optimizer."""
+        self.fresh(make)
+        self.wrap()
 
     def torch(self, half: int) -> Any:
-        return torch.optim.SGD(self.halves[half], **SGD, foreach=False)
+        return of_torch("SGD", self.halves[half])
 
     def is_ours(self, half: int) -> bool:
         return isinstance(self.current[half], fusedpg.optim.SGD)
@@ -67,7 +64,7 @@ class Life:
 
         Forgetting leaves parameters shared, and then no other optimizer may write to them.
         """
-        self.ddp.zero_grad()
+        self.net.zero_grad()
         if self.is_ours(half) and (self.shares[half] or not drop):
             self.current[half].detach()
         self.shares[half] = self.fused and kind == "shared"
@@ -77,13 +74,12 @@ class Life:
             self.current[half] = self.torch(half)
         elif kind == "late":
             # Nothing has been done with it before it knows its module.
-            self.current[half] = fusedpg.optim.SGD(self.halves[half], **SGD)
-            self.current[half].attach(self.ddp)
+            self.current[half] = self.optimizer(self.halves[half], None)
+            self.current[half].attach(self.net)
         else:
-            self.current[half] = fusedpg.optim.SGD(
+            self.current[half] = self.optimizer(
                 self.halves[half],
-                **SGD,
-                ddp=self.ddp,
+                self.net,
                 overlap=kind == "overlap",
                 share_parameters=kind == "shared",
             )
@@ -93,7 +89,7 @@ class Life:
         if self.parked[half] is not None:
             return
         if zero:
-            self.ddp.zero_grad()
+            self.net.zero_grad()
         if self.is_ours(half):
             self.current[half].detach()
             refuses(self.current[half].step, RuntimeError, "detached")
@@ -102,44 +98,34 @@ class Life:
     def back(self, half: int) -> None:
         if self.parked[half] is None:
             return
-        self.ddp.zero_grad()
+        self.net.zero_grad()
         self.current[half], self.parked[half] = self.parked[half], None
         if self.is_ours(half):
-            self.current[half].attach(self.ddp)
+            self.current[half].attach(self.net)
 
-    def train(self, steps: int, accumulate: bool, skip: tuple[int, ...], zero_first: bool) -> None:
+    def live(self, steps: int, accumulate: bool, skip: tuple[int, ...], zero_first: bool) -> None:
+        together = Several(*self.current)
         for _ in range(steps):
             if zero_first:
-                self.zero()
+                together.zero_grad()
             if accumulate:
-                with self.ddp.no_sync():
-                    self.backward(skip)
-            self.backward(skip)
-            for optimizer in self.current:
-                optimizer.step()
+                with self.net.no_sync():
+                    self.loss(self.net(self.x(), skip=skip)).backward()
+            self.loss(self.net(self.x(), skip=skip)).backward()
+            together.step()
             if not zero_first:
-                self.zero()
-
-    def zero(self) -> None:
-        for optimizer in self.current:
-            optimizer.zero_grad()
-
-    def backward(self, skip: tuple[int, ...]) -> None:
-        generator = torch.Generator().manual_seed(1000 * self.batches + self.context.rank)
-        self.batches += 1
-        x = torch.randn(4, WIDTH, generator=generator, dtype=torch.float64)
-        self.ddp(x, skip=skip).square().sum().mul(1 + self.context.rank).backward()
+                together.zero_grad()
 
 
 pytestmark = pytest.mark.fused_only
 
-DDP = {
-    "default": {},
-    "view": {"gradient_as_bucket_view": True},
-    "find_unused": {"find_unused_parameters": True},
-    "view, find_unused": {"gradient_as_bucket_view": True, "find_unused_parameters": True},
-    "static": {"static_graph": True},
-}
+SETUPS = [
+    Setup(view=view, graph=graph)
+    for view, graph in (
+        *((False, ""), (True, ""), (False, "find_unused"), (True, "find_unused")),
+        (False, "static"),
+    )
+]
 
 
 def freed(context: Context, mode: str, zero: bool, fails: bool) -> None:
@@ -338,11 +324,11 @@ def test_sharded_elsewhere(context: Context) -> None:
         )
 
 
-def lives(context: Context, program: Program, ddp: dict[str, Any]) -> str:
+def lives(context: Context, program: Program, setup: Setup) -> str:
     """Runs a program with ours and with torch's; what differs, if anything."""
     gc.collect()
     before = used_bytes()
-    ours, twin = Life(context, True, **ddp), Life(context, False, **ddp)
+    ours, twin = Life(context, setup, True), Life(context, setup, False)
     found = ""
     for number, (action, *arguments) in enumerate(program):
         for life in (ours, twin):
@@ -352,7 +338,7 @@ def lives(context: Context, program: Program, ddp: dict[str, Any]) -> str:
         if not apart < 1e-9 and not found:
             found = f"{apart} apart after {number}: {program[number]}"
     # The garbage collector does not see every cycle, so nothing may be in one of those.
-    watched = [ours.ddp, ours.module, *ours.current, *ours.parked, *ours.module.parameters()]
+    watched = [ours.net, ours.module, *ours.current, *ours.parked, *ours.module.parameters()]
     alive = [weakref.ref(one) for one in watched if one is not None]
     shared = any(action[0] == "new" and action[2] == "shared" for action in program)
     del ours, twin, life, watched, pairs
@@ -366,29 +352,26 @@ def lives(context: Context, program: Program, ddp: dict[str, Any]) -> str:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "options",
-    [harness.slow(name) if name in ("view", "find_unused") else name for name in DDP],
-)
-def test_coming_and_going(pair: harness.Workers, options: str) -> None:
-    program: Program = [("train", 2, False, (), True)]
+@pytest.mark.parametrize("setup", [SETUPS[0], *map(harness.slow, SETUPS[1:3]), *SETUPS[3:]])
+def test_coming_and_going(pair: harness.Workers, setup: Setup) -> None:
+    program: Program = [("live", 2, False, (), True)]
     for kind in ("ddp", "overlap", "late", "shared"):
         for half in range(HALVES):
             program.append(("new", half, kind, half == 1))
-            program.append(("train", 3, half == 0, (), half == 1))
+            program.append(("live", 3, half == 0, (), half == 1))
         for half in range(HALVES):
             program.append(("park", half, half == 0))
-            program.append(("train", 2, half == 1, (), True))
+            program.append(("live", 2, half == 1, (), True))
         for half in range(HALVES):
             program.append(("back", half))
-            program.append(("train", 2, False, (), False))
-    found = pair.run(lives, program, DDP[options])
+            program.append(("live", 2, False, (), False))
+    found = pair.run(lives, program, setup)
     assert not any(found), found
 
 
 @st.composite
-def programs(draw: st.DrawFn) -> tuple[Program, str]:
-    options = draw(st.sampled_from(sorted(DDP)))
+def programs(draw: st.DrawFn) -> tuple[Program, Setup]:
+    setup = draw(st.sampled_from(SETUPS))
     half = st.integers(0, HALVES - 1)
     kind = st.sampled_from(["ddp", "overlap", "late", "torch", "shared"])
     change = st.one_of(
@@ -400,17 +383,17 @@ def programs(draw: st.DrawFn) -> tuple[Program, str]:
     for _ in range(draw(st.integers(1, 6))):
         program += draw(st.lists(change, min_size=1, max_size=2))
         skip = draw(st.lists(st.integers(0, 5), max_size=2, unique=True))
-        skip = skip if "find_unused" in options else []
-        accumulate = draw(st.booleans()) and "static" not in options
+        skip = skip if setup.graph == "find_unused" else []
+        accumulate = draw(st.booleans()) and setup.graph != "static"
         steps = draw(st.integers(1, 3))
-        program.append(("train", steps, accumulate, tuple(skip), draw(st.booleans())))
-    return program, options
+        program.append(("live", steps, accumulate, tuple(skip), draw(st.booleans())))
+    return program, setup
 
 
 @pytest.mark.long
 @hypothesis.settings(max_examples=12)
 @hypothesis.given(programs(), st.integers(1, 3))
-def test_drawn_lives(drawn: tuple[Program, str], size: int) -> None:
-    program, options = drawn
-    found = harness.pool(size).run(lives, program, DDP[options])
+def test_drawn_lives(drawn: tuple[Program, Setup], size: int) -> None:
+    program, setup = drawn
+    found = harness.pool(size).run(lives, program, setup)
     assert not any(found), found

@@ -16,7 +16,7 @@ from harness import Context, on_ranks
 pytestmark = pytest.mark.fused_only
 
 # By mode: frames of a backward of one bucket, and of a step.
-LIMITS = {"ddp": (19, 23), "overlap": (40, 16), "manual": (0, 29)}
+LIMITS = {"ddp": (19, 23), "overlap": (40, 16), "manual": (0, 27)}
 
 
 @pytest.mark.parametrize("layers", [1, 6])

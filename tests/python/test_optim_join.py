@@ -3,6 +3,7 @@ numbers of DistributedDataParallel with torch's optimizers on Gloo."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusedpg
 from harness import Context, on_ranks
+
+pytestmark = pytest.mark.fused_only
 
 clip = torch.nn.utils.clip_grad_norm_
 
@@ -35,7 +38,7 @@ def between(how: str, model: nn.Module, optimizers: list[Any], scaler: Any) -> N
                 clip(mine, 0.05)
     elif how == "by hand":
         for p in model.parameters():
-            p.grad.mul_(0.5).div_(3)
+            p.grad.mul_(0.1).div_(3)
         next(model.parameters()).grad.zero_()
         next(model.parameters()).grad.norm()
     elif how == "scaler, clip":
@@ -45,30 +48,38 @@ def between(how: str, model: nn.Module, optimizers: list[Any], scaler: Any) -> N
 
 
 HOW = (
-    "clip", "clip, largest", "clip one by one", "clip by the optimizer", "by hand", "scaler",
-    "scaler, clip", "nothing",
+    "nothing", "clip", "clip, largest", "clip one by one", "clip by the optimizer", "by hand",
+    "scaler", "scaler, clip",
 )  # fmt: skip
 
 
-def trained(context: Context, mode: str, how: str, several: bool, group: Any) -> list[torch.Tensor]:
+def trained(context: Context, who: str, mode: str, how: str, group: Any) -> list[torch.Tensor]:
+    """Parameters after ranks had unequal numbers of batches."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 3))
-    net: Any = model if mode == "manual" else DistributedDataParallel(model, process_group=group)
-    lists = [list(part.parameters()) for part in model] if several else [list(model.parameters())]
+    # In float64, so that a factor of float32 shows.
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 3)).double()
+    manual = who == "fused" and mode == "manual"
+    net: Any = model if manual else DistributedDataParallel(model, process_group=group)
+    parts = model if "several" in mode else [model]
     kind: Any = torch.optim.AdamW
     options: dict[str, Any] = {}
-    if mode != "torch":
+    if who == "fused":
         kind = fusedpg.optim.AdamW
-        options = {} if mode == "manual" else {"ddp": net}
-    optimizers = [kind(params, lr=0.01, **options) for params in lists]
-    joinables = [] if mode == "manual" else [net]
+        options = {} if manual else {"ddp": net, "overlap": "overlap" in mode}
+    optimizers = [kind(part.parameters(), lr=0.01, **options) for part in parts]
+    joined = [] if manual else [net]
+    if who == "fused" and "module alone" not in mode:
+        joined += optimizers
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+
     scaled = how.startswith("scaler")
-    with Join([*joinables, *(optimizers if mode != "torch" else [])]):
+    zero_last = scaled or "module alone" in mode
+    with Join(joined, divide_by_initial_world_size=BY_ACTIVE not in mode):
         for step in range(3 + 2 * context.rank):
-            for optimizer in optimizers:
-                optimizer.zero_grad(set_to_none=step % 2 == 0)
-            loss = net(torch.ones(2, 16) * (step + context.rank + 1)).square().mean()
+            for optimizer in () if zero_last else optimizers:
+                optimizer.zero_grad(set_to_none=step % 2 == 0 or "overlap" in mode)
+            x = torch.ones(2, 16, dtype=torch.float64) * (step + context.rank + 1)
+            loss = net(x).square().mean()
             (scaler.scale(loss) if scaled else loss).backward()
             between(how, model, optimizers, scaler)
             for optimizer in optimizers[::-1]:
@@ -77,43 +88,69 @@ def trained(context: Context, mode: str, how: str, several: bool, group: Any) ->
                 else:
                     optimizer.step()
             scaler.update() if scaled else None
+            for optimizer in optimizers if zero_last else ():
+                optimizer.zero_grad()
     return [p.detach().clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize(
-    ("mode", "several"), [("sharded", False), ("sharded", True), ("manual", False)]
-)
+MODES = ("sharded", "sharded, several", "overlap", "overlap, module alone")
+BY_ACTIVE = "divided by those who have data"
+
+
+@pytest.mark.parametrize("mode", ["manual", *MODES, *(f"{mode}, {BY_ACTIVE}" for mode in MODES)])
 @on_ranks(2, 3)
-def test_numbers_of_gloo(context: Context, mode: str, several: bool) -> None:
+def test_numbers_of_gloo(context: Context, mode: str) -> None:
     gloo = dist.new_group(backend="gloo")
-    for how in HOW:
-        expected = trained(context, "torch", how, several, gloo)
-        found = trained(context, mode, how, several, None)
+    for how in HOW[:1] if "overlap" in mode else HOW:
+        expected = trained(context, "torch", mode, how, gloo)
+        found = trained(context, "fused", mode, how, None)
         for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one, other)
+            torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-13)
 
 
-@on_ranks(2)
-def test_factors_are_exact_on_ranks_that_have_joined(context: Context) -> None:
-    """One that float32 does not hold, for gradients in float64."""
-    results = []
-    for group in (dist.new_group(backend="gloo"), None):
-        torch.manual_seed(0)
-        model = nn.Linear(16, 3, dtype=torch.float64)
-        net: Any = DistributedDataParallel(model, process_group=group)
-        optimizer: Any = torch.optim.SGD(model.parameters(), lr=1.0)
-        if group is None:
-            optimizer = fusedpg.optim.SGD(model.parameters(), lr=1.0, ddp=net)
-        with Join([net, *([optimizer] if group is None else [])]):
-            for _ in range(1 + context.rank):
-                optimizer.zero_grad()
-                net(torch.ones(2, 16, dtype=torch.float64)).square().mean().backward()
-                for p in model.parameters():
-                    p.grad.mul_(0.1)
-                optimizer.step()
-        results.append([p.detach().clone() for p in model.parameters()])
-    for expected, found in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
+@pytest.mark.parametrize("uneven", [False, True], ids=["", "join"])
+@pytest.mark.parametrize("mode", ["manual", "sharded", "overlap"])
+@on_ranks(3)
+def test_local_batch_sizes(context: Context, mode: str, uneven: bool) -> None:
+    """Batches of different sizes: the gradient is that of the mean over all samples."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 13), nn.Tanh(), nn.Linear(13, 3)).double()
+    twin = copy.deepcopy(model)
+    net: Any = model if mode == "manual" else DistributedDataParallel(model)
+    options = {} if mode == "manual" else {"ddp": net, "overlap": mode == "overlap"}
+    sgd: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
+    optimizer = fusedpg.optim.SGD(model.parameters(), **sgd, **options)
+    oracle = torch.optim.SGD(twin.parameters(), **sgd)
+    ranks = range(context.world_size)
+    lengths = [3 + (rank if uneven else 0) for rank in ranks]
+
+    def batch(step: int, rank: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(1000 * step + rank)
+        samples = 2 + (3 * rank + step) % 7
+        return torch.randn(samples, 5, generator=generator, dtype=torch.float64)
+
+    def train(step: int) -> None:
+        optimizer.zero_grad()
+        net(batch(step, context.rank)).square().mean().backward()
+        optimizer.step()
+
+    def of_torch(*batches: torch.Tensor) -> None:
+        oracle.zero_grad()
+        for x in batches:
+            (twin(x).square().mean() / len(batches)).backward()
+        oracle.step()
+
+    with Join([optimizer] if mode == "manual" else [net, optimizer], enable=uneven):
+        for step in range(lengths[context.rank]):
+            optimizer.set_local_batch_size(len(batch(step, context.rank)))
+            train(step)
+    for step in range(max(lengths)):
+        of_torch(torch.cat([batch(step, rank) for rank in ranks if step < lengths[rank]]))
+    optimizer.set_local_batch_size(None)
+    train(100)
+    of_torch(*(batch(100, rank) for rank in ranks))
+    for mine, want in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine, want, rtol=1e-11, atol=1e-13)
 
 
 @on_ranks(2)

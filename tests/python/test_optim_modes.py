@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from typing import Any
 
@@ -11,63 +10,10 @@ import torch
 import torch._dynamo.utils
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
 import fusedpg
+from checks.optim_differential import Mode
 from harness import Context, on_ranks
-
-
-class Own(TorchDispatchMode):
-    """A mode of the user's."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
-HOW = ("plain", "no_sync", "in place", "unused, no_sync, in place", "twice", "static")
-
-
-def trained(how: str, kind: str, mode: Any) -> tuple[torch.Tensor, int]:
-    """Weights after some steps, and the FLOPs that were counted."""
-    torch.manual_seed(0)
-    model = nn.Linear(8, 8)
-    ddp = DistributedDataParallel(
-        model, find_unused_parameters="unused" in how, static_graph="static" in how
-    )
-    if kind == "torch":
-        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-    else:
-        overlap = kind == "overlap"
-        optimizer = fusedpg.optim.SGD(model.parameters(), lr=0.1, ddp=ddp, overlap=overlap)
-    flops = FlopCounterMode(display=False)
-    with contextlib.ExitStack() as stack:
-        for one in {"none": [], "flops": [flops], "two": [Own(), flops]}[mode]:
-            stack.enter_context(one)
-        for _ in range(3):
-            optimizer.zero_grad(set_to_none="in place" not in how)
-            if "no_sync" in how:
-                with ddp.no_sync():
-                    ddp(torch.ones(2, 8)).sum().backward()
-            ddp(torch.ones(2, 8)).sum().backward()
-            if "twice" in how:
-                ddp(torch.ones(2, 8)).sum().backward()
-            optimizer.step()
-    return model.weight.detach().clone(), flops.get_total_flops()
-
-
-@pytest.mark.parametrize("mode", ["flops", "two"])
-@on_ranks(2)
-def test_a_dispatch_mode_changes_nothing(context: Context, mode: str) -> None:
-    for how in HOW:
-        weight, flops = trained(how, "torch", mode)
-        for kind in ("sharded", "overlap"):
-            if kind == "overlap" and ("twice" in how or "in place" in how):
-                continue
-            found, counted = trained(how, kind, mode)
-            torch.testing.assert_close(found, weight)
-            assert torch.equal(found, trained(how, kind, "none")[0])
-            assert counted == flops > 0, (how, kind)
 
 
 @on_ranks(1)
@@ -76,7 +22,7 @@ def test_a_copy_by_hand_is_still_seen_under_a_mode(context: Context) -> None:
     ddp = DistributedDataParallel(model)
     optimizer = fusedpg.optim.SGD(model.parameters(), lr=0.1, ddp=ddp)
     ddp(torch.ones(2, 8)).sum().backward()
-    with Own(), pytest.raises(RuntimeError, match="holds only its slice"):
+    with Mode(), pytest.raises(RuntimeError, match="holds only its slice"):
         torch.empty(8, 8).copy_(model.weight.grad)
     optimizer.zero_grad()
 

@@ -6,9 +6,8 @@ Each case gave wrong numbers once, without an error.
 from __future__ import annotations
 
 import gc
-import itertools
-from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,156 +17,25 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusedpg
 from checks.cases import same
+from checks.optim_script import WIDTH, Net, Script, Setup
 from checks.refused import refused
 from fusedpg._registration import load_extension
 from fusedpg.optim import _gradients, _modes
 from harness import Context, on_ranks
 
-
-def net() -> nn.Module:
-    torch.manual_seed(5)
-    return nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3), nn.Linear(3, 2)).double()
-
-
-Act = Callable[[Any, Any, int], object]
-
-
-def nothing(*_: object) -> None:
-    pass
-
-
-class Pair:
-    """The same model twice: with a fused optimizer, and with torch's."""
-
-    def __init__(
-        self,
-        context: Context,
-        kind: str,
-        *,
-        view: bool,
-        ddp: dict[str, Any] | None = None,
-        own: dict[str, Any] | None = None,
-        groups: int = 2,
-        **options: Any,
-    ) -> None:
-        self.rank = context.rank
-        self.nets = [net(), net()]
-        # Several buckets.
-        wrap = {"gradient_as_bucket_view": view, "bucket_cap_mb": 0.0001, **(ddp or {})}
-        self.ddps = [DistributedDataParallel(n, **wrap) for n in self.nets]
-        some = [
-            [
-                {"params": list(n.parameters())[:3]},
-                {"params": list(n.parameters())[3:], "lr": 0.001},
-            ][:groups]
-            for n in self.nets
-        ]
-        self.optimizers: list[Any] = [
-            getattr(fusedpg.optim, kind)(some[0], ddp=self.ddps[0], **(own or {}), **options),
-            getattr(torch.optim, kind)(some[1], **options),
-        ]
-
-    def loss(self, module: nn.Module, number: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(100 * number + self.rank)
-        x = torch.randn(4, 6, generator=generator, dtype=torch.float64)
-        return module(x).pow(2).sum() * 0.1
-
-    def each(self, act: Callable[[Any, Any, Any], object]) -> None:
-        for which in range(2):
-            act(self.nets[which], self.ddps[which], self.optimizers[which])
-
-    def train(self, before: Act = nothing, between: Act = nothing, after: Act = nothing) -> None:
-        """Steps of both, with something done before backward, before step() and after it."""
-        for step in range(STEPS):
-            for module, ddp, optimizer in zip(self.nets, self.ddps, self.optimizers, strict=True):
-                optimizer.zero_grad()
-                before(module, ddp, step)
-                self.loss(ddp, step).backward()
-                between(module, optimizer, step)
-                optimizer.step()
-                after(module, optimizer, step)
-            self.compare()
-
-    def compare(self) -> None:
-        for a, b in zip(self.nets[0].parameters(), self.nets[1].parameters(), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
-
-
-STEPS = 4
-
-
-# --- optimizers that leave, parameters that are taken out --------------------------------
-
-
-def trained(pair: Pair, ddp: Any, optimizer: Any, number: int) -> None:
-    pair.loss(ddp, number).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def fail(_: torch.Tensor) -> None:
-    raise RuntimeError("a hook of the user")
-
-
-def same_state(a: dict[int, Any], b: dict[int, Any]) -> bool:
-    return a.keys() == b.keys() and all(
-        torch.equal(a[number][key], b[number][key]) for number in a for key in a[number]
-    )
-
-
-@on_ranks(1, 2)
-def test_accumulated_in_a_bucket(context: Context) -> None:
-    """``p.grad`` that DDP has moved into a bucket, and a backward under ``no_sync()``."""
-    pair = Pair(context, "SGD", view=True, lr=0.01)
-
-    def accumulate(module: Any, ddp: Any, step: int) -> None:
-        for param in module.parameters():
-            param.grad = torch.zeros_like(param)
-        with ddp.no_sync():
-            pair.loss(ddp, 50 + step).backward()
-
-    pair.train(before=accumulate)
-
-
-@on_ranks(1, 2)
-def test_swapped_groups(context: Context) -> None:
-    """Parameters change groups, and these keep their lengths."""
-    pair = Pair(context, "AdamW", view=False, lr=0.1)
-
-    def swap(_: Any, optimizer: Any, step: int) -> None:
-        if step == 1:
-            one, other = (group["params"] for group in optimizer.param_groups)
-            one[0], other[0] = other[0], one[0]
-
-    pair.train(after=swap)
-
-
-@on_ranks(1, 2)
-def test_norms_are_fresh(context: Context) -> None:
-    """Gradients that are dropped, and slices that are written, after a norm was asked for."""
-    pair = Pair(context, "SGD", view=False, lr=0.1)
-
-    def clip(module: Any, *_: object) -> None:
-        params = list(module.parameters())
-        nn.utils.get_total_norm([p.grad for p in params])
-        params[1].grad = None
-        grad = params[2].grad
-        (grad.local() if hasattr(grad, "local") else grad).mul_(3)
-        nn.utils.clip_grad_norm_(params, 0.01)
-
-    pair.train(between=clip)
+OVERLAP = Setup("AdamW", "overlap")
 
 
 @on_ranks(1, 2)
 def test_masters_into_float32(context: Context) -> None:
     """State with masters changes no parameters of a model that has none."""
-    half = net().to(torch.bfloat16)
+    half = Net().to(torch.bfloat16)
     ddp = DistributedDataParallel(half)
     masters = fusedpg.optim.AdamW(half.parameters(), ddp=ddp, lr=0.01, master_dtype=torch.float32)
-    ddp(torch.ones(4, 6, dtype=torch.bfloat16)).sum().backward()
+    ddp(torch.ones(4, WIDTH, dtype=torch.bfloat16)).sum().backward()
     masters.step()
     whole = masters.full_state_dict(rank0_only=False)
-    model = net().float()
+    model = Net()
     optimizer = fusedpg.optim.AdamW(model.parameters(), lr=0.01, master_dtype=torch.float32)
     before = [param.detach().clone() for param in model.parameters()]
     optimizer.load_state_dict(whole)
@@ -179,229 +47,99 @@ def test_blank_state(context: Context) -> None:
     """State that was made for a checkpoint, of a parameter without a step, is not given away."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-    module = net()
-    ddp = DistributedDataParallel(module)
-    optimizer = fusedpg.optim.SGD(module.parameters(), ddp=ddp, lr=0.1, momentum=0.9, dampening=0.5)
+    ddp = DistributedDataParallel(Net())
+    optimizer = fusedpg.optim.SGD(ddp.parameters(), ddp=ddp, lr=0.1, momentum=0.9, dampening=0.5)
     get_optimizer_state_dict(ddp, optimizer)
     assert optimizer.local_state_dict()["state"] == {}
     assert optimizer.state_dict()["state"] == {}
     dist.barrier()
 
 
-@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("mode", ["ddp", "overlap"])
 @on_ranks(2)
-def test_gradients_of_other_strides(context: Context, view: bool) -> None:
-    """``p.grad`` that lies in memory in another order than its parameter."""
-    pair = Pair(context, "SGD", view=view, lr=0.01)
-
-    def lay_out(module: Any, *_: object) -> None:
-        for param in module.parameters():
-            param.grad = (
-                torch.ones(param.shape[::-1], dtype=param.dtype).mT
-                if param.dim() == 2
-                else torch.ones_like(param)
-            )
-
-    pair.train(before=lay_out)
-
-
-def clamp(param: torch.Tensor) -> None:
-    assert param.grad is not None
-    param.grad.clamp_(-0.01, 0.01)
-
-
-@pytest.mark.parametrize("view", [False, True])
-@on_ranks(2)
-def test_hooks_of_users(context: Context, view: bool) -> None:
-    """They see the gradient that is reduced, and may change it."""
-    pair = Pair(context, "SGD", view=view, lr=0.1)
-    for module in pair.nets:
-        for param in module.parameters():
-            param.register_post_accumulate_grad_hook(clamp)
-    pair.train()
-
-
-DDP: dict[str, dict[str, bool]] = {
-    "default": {},
-    "view": {"gradient_as_bucket_view": True},
-    "find_unused": {"find_unused_parameters": True},
-    "static": {"static_graph": True},
-}
-
-
-@pytest.mark.parametrize("again, by_name", list(itertools.product((False, True), repeat=2)))
-@pytest.mark.parametrize("options", DDP)
-@pytest.mark.parametrize("overlap", [False, True])
-@on_ranks(2)
-def test_detach_before_backward(
-    context: Context, overlap: bool, options: str, again: bool, by_name: bool
-) -> None:
-    """``detach()`` between a forward and its backward, which DDP reduces all the same."""
-    pair = Pair(context, "SGD", view=False, ddp=DDP[options], own={"overlap": overlap}, lr=0.1)
-
-    def act(module: Any, ddp: Any, optimizer: Any) -> None:
-        for number in range(4):
-            trained(pair, ddp, optimizer, number)
-        for number in range(4, 7):
-            loss = pair.loss(ddp.forward if by_name else ddp, number)
-            if module is pair.nets[0]:
-                optimizer.detach()
-            if again:
-                with torch.no_grad():
-                    pair.loss(ddp, 90)
-            plain = torch.optim.SGD(optimizer.param_groups)
-            loss.backward()
-            plain.step()
-            plain.zero_grad()
-            trained(pair, ddp, plain, 10 + number)
-            if module is pair.nets[0]:
-                optimizer.attach(ddp)
-            trained(pair, ddp, optimizer, 20 + number)
-
-    pair.each(act)
-    pair.compare()
-
-
-@on_ranks(2)
-def test_group_while_detached(context: Context) -> None:
-    """Such a group is not one of manual mode."""
-    pair = Pair(context, "AdamW", view=False, groups=1, lr=0.1)
-
-    def act(module: Any, ddp: Any, optimizer: Any) -> None:
-        trained(pair, ddp, optimizer, 0)
-        module.zero_grad()
-        ours = module is pair.nets[0]
-        if ours:
-            optimizer.detach()
-        optimizer.add_param_group({"params": list(module.parameters())[3:], "lr": 0.01})
-        pair.loss(ddp, 1).backward()
-        for param in module.parameters():
-            assert type(param.grad) is torch.Tensor
-        module.zero_grad()
-        if ours:
-            optimizer.attach(ddp)
-        for number in range(2, 5):
-            trained(pair, ddp, optimizer, number)
-            module.zero_grad()
-
-    pair.each(act)
-    pair.compare()
-
-
-@pytest.mark.parametrize("options", DDP)
-@pytest.mark.parametrize("overlap", [False, True])
-@on_ranks(2)
-def test_parameters_taken_out(context: Context, overlap: bool, options: str) -> None:
-    """Parameters that are in no group have a gradient as DDP's, and come back."""
-    pair = Pair(context, "AdamW", view=False, ddp=DDP[options], own={"overlap": overlap}, lr=0.1)
-    for number in range(8):
-
-        def act(module: Any, ddp: Any, optimizer: Any, number: int = number) -> None:
-            groups = optimizer.param_groups
-            params = list(module.parameters())
-            if number == 1:
-                groups[0]["params"].pop()
-                groups[1]["params"].pop(0)
-            if number == 4:
-                groups[1]["params"].append(params[2])
-            pair.loss(ddp, number).backward()
-            if number in (1, 2, 3):
-                assert type(params[2].grad) is torch.Tensor
-            other = torch.optim.SGD([params[3]], lr=0.1)
-            if number in (2, 5):
-                nn.utils.clip_grad_norm_([params[3]], 0.01)
-                other.step()
-            optimizer.step()
-            module.zero_grad()
-            if number == 6:
-                # To another optimizer of the same module, and its group with it.
-                moved = optimizer.param_groups.pop()["params"]
-                fused = module is pair.nets[0]
-                second = (
-                    fusedpg.optim.SGD(moved, lr=0.1, ddp=ddp, overlap=not overlap)
-                    if fused
-                    else torch.optim.SGD(moved, lr=0.1)
-                )
-                for later in range(30, 33):
-                    pair.loss(ddp, later).backward()
-                    second.step()
-                    optimizer.step()
-                    module.zero_grad()
-
-        pair.each(act)
-        pair.compare()
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-@on_ranks(2)
-def test_parameters_taken_out_with_gradients(context: Context, overlap: bool) -> None:
+def test_parameters_taken_out_with_gradients(context: Context, mode: str) -> None:
     """What was reduced for the optimizer cannot go on as a gradient of DDP's."""
-    pair = Pair(context, "SGD", view=False, own={"overlap": overlap}, lr=0.1)
-    ddp, optimizer = pair.ddps[0], pair.optimizers[0]
-    pair.loss(ddp, 0).backward()
-    optimizer.step()
-    optimizer.param_groups[0]["params"].pop()
-    optimizer.zero_grad()
+    s = Script(context, Setup(mode=mode), True)
+    s.backward(s.net(s.x()))
+    s.step(zero=False)
+    s.opt.param_groups[0]["params"].pop()
+    s.opt.zero_grad()
     with refused("zero_grad"):
-        pair.loss(ddp, 1).backward()
+        s.backward(s.net(s.x()))
 
 
 @pytest.mark.parametrize("how", ["group", "parameter", "state"])
 @on_ranks(2)
 def test_edited_after_backward(context: Context, how: str) -> None:
     """``overlap=True``: groups and state are edited when the step has been made already."""
-    pair = Pair(context, "AdamW", view=False, own={"overlap": True}, lr=0.1)
-    ddp, optimizer = pair.ddps[0], pair.optimizers[0]
-    trained(pair, ddp, optimizer, 0)
-    pair.loss(ddp, 1).backward()
+    s = Script(context, OVERLAP, True)
+    s.in_groups()
+    s.train(1)
+    s.backward(s.net(s.x()))
     if how == "group":
-        optimizer.param_groups.pop()
+        s.opt.param_groups.pop()
     elif how == "parameter":
-        optimizer.param_groups[0]["params"].pop()
+        s.opt.param_groups[0]["params"].pop()
     else:
-        optimizer.state.clear()
+        s.opt.state.clear()
     with refused("between backward and step"):
-        optimizer.step()
-    for param in pair.nets[0].parameters():
-        param.grad = None
-    trained(pair, ddp, optimizer, 2)
+        s.opt.step()
+    s.module.zero_grad()
+    s.train(1)
 
 
-# --- loading ----------------------------------------------------------------------------
 @pytest.mark.parametrize("how", ["", "step raises", "backward raises"])
 @on_ranks(2)
 def test_loaded_after_backward(context: Context, how: str) -> None:
     """``overlap=True``: state is loaded when it has been used already, or after a failure."""
-    pair = Pair(context, "AdamW", view=False, own={"overlap": True}, lr=0.1)
-    ddp, optimizer = pair.ddps[0], pair.optimizers[0]
-    trained(pair, ddp, optimizer, 0)
-    state = optimizer.full_state_dict(rank0_only=False)
-    loss = pair.loss(ddp, 1)
+    s = Script(context, OVERLAP, True)
+    s.train(1)
+    state = s.opt.full_state_dict(rank0_only=False)
+    y = s.net(s.x())
     if how == "backward raises":
         # On all ranks, when the last layers' bucket has been begun.
-        handle = pair.nets[0][0].weight.register_hook(fail)
-        with refused("a hook of the user"):
-            loss.backward()
-        handle.remove()
-        assert optimizer._mode.updated
+        s.params[0].register_hook(lambda _: 1 // 0)
+        with refused("zero", ZeroDivisionError):
+            s.backward(y)
+        assert s.opt._mode.updated
     else:
-        loss.backward()
+        s.backward(y)
         with refused("call step"):
-            optimizer.load_state_dict(state)
+            s.opt.load_state_dict(state)
         if how == "step raises":
-            optimizer.param_groups[0]["lr"] = 0.5
+            s.opt.param_groups[0]["lr"] = 0.5
             with refused("lr of parameter group 0"):
-                optimizer.step()
+                s.opt.step()
         else:
-            optimizer.step()
-    optimizer.load_state_dict(state)
-    assert not optimizer._mode.updated and not optimizer._mode.applied
-    again = optimizer.full_state_dict(rank0_only=False)
-    assert same_state(state["state"], again["state"])
+            s.opt.step()
+    s.opt.load_state_dict(state)
+    assert not s.opt._mode.updated and not s.opt._mode.applied
+    again = s.opt.full_state_dict(rank0_only=False)
+    torch.testing.assert_close(again["state"], state["state"], rtol=0, atol=0)
     if how == "backward raises":
         return  # DDP itself is in the middle of a pass for ever
-    optimizer.zero_grad()
-    trained(pair, ddp, optimizer, 3)
+    s.opt.zero_grad()
+    s.train(1)
+
+
+@on_ranks(1, 2)
+def test_clipped_at_once(context: Context) -> None:
+    """torch's clipping asks once for all norms and multiplies all gradients at once."""
+    s = Script(context, Setup(), True)
+    handled: list[Any] = []
+    original = _gradients.ShardedGrad.__torch_dispatch__
+
+    def count(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        handled.append(func)
+        return original(func, types, args, kwargs)
+
+    for _ in range(4):
+        s.backward(s.net(s.x()))
+        handled.clear()
+        with mock.patch.object(_gradients.ShardedGrad, "__torch_dispatch__", classmethod(count)):
+            nn.utils.clip_grad_norm_(s.params, 0.01)
+        assert len(handled) == 2, handled
+        s.step()
 
 
 _SHAPES = [(), (1,), (7,), (64,), (65,), (3, 5), (0, 4), (130,), (2, 3, 4, 5), (8, 40)]
@@ -476,74 +214,6 @@ def _steps_of(context: Context, seed: int, general: bool) -> tuple[list[torch.Te
     finally:
         _modes._start_all, _modes._unreduced = original
     return found, at_once
-
-
-@on_ranks(1, 2)
-def test_clipped_at_once(context: Context) -> None:
-    """torch's clipping asks once for all norms and multiplies all gradients at once."""
-    pair = Pair(context, "SGD", view=False, lr=0.1)
-    handled: list[Any] = []
-    original = _gradients.ShardedGrad.__torch_dispatch__
-
-    def count(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        handled.append(func)
-        return original(func, types, args, kwargs)
-
-    norms: list[Any] = []
-
-    def clip(module: Any, optimizer: Any, _: int) -> None:
-        handled.clear()
-        _gradients.ShardedGrad.__torch_dispatch__ = classmethod(count)  # type: ignore[assignment, method-assign]
-        try:
-            norms.append(nn.utils.clip_grad_norm_(module.parameters(), 0.01))
-        finally:
-            _gradients.ShardedGrad.__torch_dispatch__ = original  # type: ignore[method-assign]
-        assert len(handled) == (2 if optimizer is pair.optimizers[0] else 0), handled
-
-    pair.train(between=clip)
-    assert len(norms) == 2 * STEPS
-    torch.testing.assert_close(norms[::2], norms[1::2], rtol=1e-12, atol=0)
-
-
-@on_ranks(1, 2)
-def test_norms_of_slices_that_change(context: Context) -> None:
-    """Whoever writes to a slice sees that in the next norm."""
-    ddp = DistributedDataParallel(net())
-    optimizer = fusedpg.optim.SGD(ddp.parameters(), lr=0.1, ddp=ddp)
-    ddp(torch.ones(4, 6, dtype=torch.float64)).sum().backward()
-    before = optimizer.clip_grad_norm_(float("inf"))
-    gradients: list[Any] = [param.grad for param in ddp.parameters()]
-    for gradient in gradients:
-        gradient.local().mul_(2)
-    torch.testing.assert_close(optimizer.clip_grad_norm_(float("inf")), 2 * before)
-
-
-@on_ranks(1, 2)
-def test_clipped_with_others(context: Context) -> None:
-    """Gradients of a model of which an optimizer of torch has a part, in one clipping."""
-    nets = [net(), net()]
-    ddps = [DistributedDataParallel(module) for module in nets]
-    norms = []
-    for ours, module, ddp in zip((True, False), nets, ddps, strict=True):
-        params = list(module.parameters())
-        first: Any = (
-            fusedpg.optim.SGD(params[:3], lr=0.1, ddp=ddp)
-            if ours
-            else torch.optim.SGD(params[:3], lr=0.1)
-        )
-        second = torch.optim.SGD(params[3:], lr=0.1)
-        generator = torch.Generator().manual_seed(context.rank)
-        x = torch.randn(4, 6, generator=generator, dtype=torch.float64)
-        ddp(x).pow(2).sum().backward()
-        if ours:
-            with refused("cannot be mixed"):
-                nn.utils.clip_grad_norm_(params, 0.01, foreach=True)
-        norms.append(nn.utils.clip_grad_norm_(params, 0.01))
-        first.step()
-        second.step()
-    torch.testing.assert_close(*norms, rtol=1e-12, atol=0)
-    for a, b in zip(*(module.parameters() for module in nets), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
 
 
 @on_ranks(1, 2)
@@ -684,47 +354,6 @@ def test_reduced_at_once(context: Context) -> None:
         for a, b in zip(quick, general, strict=True):
             assert a.dtype == b.dtype and a.shape == b.shape
             assert same(a, b), seed
-
-
-@pytest.mark.parametrize("mode", ["ddp", "overlap", "manual"])
-@on_ranks(2)
-def test_edited_state(context: Context, mode: str) -> None:
-    """State, groups and gradients that somebody edits between steps."""
-    modules = [net(), net()]
-    ddps = [module if mode == "manual" else DistributedDataParallel(module) for module in modules]
-    optimizers: list[Any] = []
-    for kind, module, ddp in zip((fusedpg.optim, torch.optim), modules, ddps, strict=True):
-        ours = kind is fusedpg.optim
-        options = {"ddp": ddp, "overlap": mode == "overlap"} if ours and mode != "manual" else {}
-        groups = [{"params": [p], "lr": 0.01 * (1 + i)} for i, p in enumerate(module.parameters())]
-        optimizers.append(kind.AdamW(groups, amsgrad=True, **options))  # type: ignore[attr-defined]
-    for step in range(7):
-        for module, ddp, optimizer in zip(modules, ddps, optimizers, strict=True):
-            params = list(module.parameters())
-            optimizer.zero_grad()
-            generator = torch.Generator().manual_seed(step)
-            x = torch.randn(4, 6, generator=generator, dtype=torch.float64)
-            ddp(x).pow(2).sum().backward()
-            optimizer.step()
-            state = optimizer.state[params[1]]
-            if step == 1:
-                state["exp_avg"] = state["exp_avg"] * 2  # another tensor
-            if step == 2:
-                optimizer.state[params[2]] = {k: v.clone() for k, v in state.items()} | dict(
-                    optimizer.state[params[2]]
-                )
-                optimizer.param_groups[0]["lr"] = 0.05
-            if step == 3:
-                del optimizer.state[params[3]]  # begins anew
-            if step == 4:
-                optimizer.state.clear()
-            if step == 5:
-                optimizer.param_groups[0], optimizer.param_groups[1] = (
-                    optimizer.param_groups[1],
-                    optimizer.param_groups[0],
-                )
-        for a, b in zip(*(module.parameters() for module in modules), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])

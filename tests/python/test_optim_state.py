@@ -15,11 +15,26 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.nn.parallel import DistributedDataParallel
 
+import fusedpg
 import harness
 from checks import optim_state
-from checks.cases import randn
-from checks.optim_state import BF16, KINDS, Net, equal, fused, steps
+from checks.cases import randn, same
+from checks.optim_state import (
+    BF16,
+    KINDS,
+    STEPS,
+    Net,
+    Reference,
+    equal,
+    fused,
+    set_gradients,
+    steps,
+    storages,
+)
+from checks.refused import refused
 from harness import Context, on_ranks
+
+WORLDS = (1, 2, 3, harness.slow(4))
 
 # Options of the optimizer, whether under DDP, and the type of the parameters.
 ARMS: dict[str, tuple[dict[str, Any], bool, torch.dtype]] = {
@@ -51,8 +66,6 @@ class Layers(torch.nn.Module):
 
 class Training:
     def __init__(self, kind: str, arm: str) -> None:
-        import fusedpg
-
         self.options, with_ddp, self.dtype = ARMS[arm]
         self.net = Layers(self.dtype)
         name, arguments = KINDS[kind]
@@ -153,19 +166,72 @@ def test_from_a_torch_optimizer_without_state(pair: harness.Workers, kind: str) 
 
 
 @pytest.mark.parametrize("how", ["own", "full", "to torch"])
-def test_checkpoint_before_the_first_step(pair: harness.Workers, how: str) -> None:
-    pair.run(optim_state.before_first_step, how)
+@on_ranks(2)
+def test_checkpoint_before_the_first_step(context: Context, how: str) -> None:
+    """A checkpoint of an SGD that has not stepped: the first step has no dampening."""
+    module = Net()
+    optimizer = fused(module, "momentum")
+    reference = Reference("momentum")
+    if how == "to torch":
+        last = Reference("momentum")
+        last.optimizer.load_state_dict(optimizer.full_state_dict(rank0_only=False))
+        last.steps(0)
+        module = last.module
+    else:
+        own = how == "own"
+        state = optimizer.local_state_dict() if own else optimizer.full_state_dict(False)
+        module = Net()
+        optimizer = fused(module, "momentum")
+        optimizer.load_state_dict(state)
+        steps(context, module, optimizer, 0)
+    reference.steps(0)
+    reference.check(module)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_only_rank_0_saves(workers: harness.Workers, kind: str) -> None:
-    workers.run(optim_state.rank0_saves, kind)
+@on_ranks(*WORLDS)
+def test_only_rank_0_saves(context: Context, kind: str) -> None:
+    """state_dict() is not a collective: only rank 0 calls it."""
+    module = Net()
+    optimizer = fused(module, kind)
+    steps(context, module, optimizer, 0)
+    if context.rank == 0:
+        buffer = io.BytesIO()
+        torch.save(optimizer.local_state_dict(), buffer)
+        buffer.seek(0)
+        again = torch.load(buffer, weights_only=True)
+        assert equal(again, optimizer.local_state_dict())
+        optimizer.load_state_dict(again)
+    steps(context, module, optimizer, STEPS)
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor)
+    assert bool((tensor == context.world_size).all())
 
 
 @pytest.mark.parametrize("form", ["own", "full"])
 @pytest.mark.parametrize("kind", ["momentum", "adam", "lamb"])
-def test_loading_leaves_the_input_alone(pair: harness.Workers, kind: str, form: str) -> None:
-    pair.run(optim_state.input_untouched, kind, form)
+@on_ranks(2)
+def test_loading_leaves_the_input_alone(context: Context, kind: str, form: str) -> None:
+    """load_state_dict neither changes its argument nor keeps parts of it."""
+    module = Net()
+    optimizer = fused(module, kind)
+    steps(context, module, optimizer, 0)
+    if form == "own":
+        state = copy.deepcopy(optimizer.local_state_dict())
+    else:
+        state = optimizer.full_state_dict(rank0_only=False)
+    state["param_groups"][0]["lr"] = 0.01
+    kept = copy.deepcopy(state)
+    optimizer.load_state_dict(state)
+    assert equal(state, kept), "load_state_dict changed its input"
+    steps(context, module, optimizer, STEPS)
+    optimizer.param_groups[0]["lr"] = 0.5
+    assert equal(state, kept), "steps changed what was loaded"
+    held = storages([list(one.values()) for one in optimizer.state.values()])
+    assert held.isdisjoint(storages(state))
+    # And what was given out does not follow later steps, or says so by being local.
+    full = optimizer.full_state_dict(rank0_only=False)
+    assert held.isdisjoint(storages(full))
 
 
 def test_foreign_slices_are_refused(trio: harness.Workers, tmp_path: Path) -> None:
@@ -301,25 +367,61 @@ def test_consolidates_to_a_rank_only(context: Context) -> None:
             raise AssertionError("there is no such rank")
 
 
-def stateful(context: Context, path: str) -> None:
+@on_ranks(2)
+def test_dcp_saves_an_optimizer_by_itself(context: Context, tmp_path: Path) -> None:
     """dcp.save() with the optimizer itself, which asks by itself for a state dict."""
     module = Net()
     optimizer = fused(module, "adamw")
     steps(context, module, optimizer, 0)
     want = copy.deepcopy(optimizer.local_state_dict())
-    dcp.save({"optimizer": optimizer}, checkpoint_id=path)
+    dcp.save({"optimizer": optimizer}, checkpoint_id=tmp_path)
     steps(context, module, optimizer, 5)
-    dcp.load({"optimizer": optimizer}, checkpoint_id=path)
+    dcp.load({"optimizer": optimizer}, checkpoint_id=tmp_path)
     assert equal(optimizer.local_state_dict(), want)
     dist.barrier()
 
 
-def test_dcp_saves_an_optimizer_by_itself(pair: harness.Workers, tmp_path: Path) -> None:
-    pair.run(stateful, str(tmp_path))
-
-
-def test_masters(pair: harness.Workers) -> None:
-    pair.run(optim_state.masters)
+@on_ranks(2)
+def test_masters(context: Context) -> None:
+    """What the fp32 copies of half parameters are loaded from."""
+    net = Net(BF16)
+    optimizer = fused(net, "adamw", master_dtype=torch.float32)
+    steps(context, net, optimizer, 0)
+    for module_state in optimizer.local_state_dict()["state"].values():
+        assert module_state["master_param"].dtype == torch.float32
+        assert module_state["exp_avg"].dtype == torch.float32
+    whole = optimizer.full_state_dict(rank0_only=False)
+    assert any(
+        not same(state["master_param"], state["master_param"].to(BF16).float())
+        for state in whole["state"].values()
+    ), "nothing is lost by rounding, so this shows nothing"
+    # A checkpoint of torch has moments of the parameters' type and no masters.
+    plain = Net(BF16)
+    plain.load_state_dict(net.state_dict())
+    theirs = torch.optim.AdamW(plain.parameters(), lr=0.02)
+    set_gradients(plain, 0, 0, 1)
+    theirs.step()
+    mine = fusedpg.optim.AdamW(plain.parameters(), lr=0.02, master_dtype=torch.float32)
+    mine.load_state_dict(theirs.state_dict())
+    for param in plain.parameters():
+        offset, length = fusedpg.shard_range(param.numel(), context.world_size, context.rank)
+        rounded = param.detach().flatten()[offset : offset + length].float()
+        assert same(mine.state[param]["master_param"], rounded)
+        assert mine.state[param]["exp_avg"].dtype == torch.float32
+        assert float(mine.state[param]["step"]) == 1
+    # model.load_state_dict after construction, to values that no master rounds to.
+    late = Net(BF16)
+    optimizer = fused(late, "sgd", master_dtype=torch.float32)
+    steps(context, late, optimizer, 0)
+    new = {name: torch.full_like(value, 7.0) for name, value in late.state_dict().items()}
+    late.load_state_dict(new)
+    for param in late.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    for param in late.parameters():
+        assert same(param.detach(), torch.full_like(param, 7.0 - 0.05))
+        master = optimizer.state[param]["master_param"]
+        assert bool(((master - (7.0 - 0.05)).abs() < 1e-6).all())
 
 
 # --- memory ---------------------------------------------------------------------
@@ -367,8 +469,27 @@ def test_sharing_changes_no_bit(workers: harness.Workers, with_ddp: bool) -> Non
     assert all(one == answers[0] for one in answers)
 
 
-def test_writing_shared_parameters(workers: harness.Workers) -> None:
-    workers.run(optim_state.writing)
+@on_ranks(*WORLDS)
+def test_writing_shared_parameters(context: Context) -> None:
+    """A write by rank 0 is seen by the others; a write outside is an error."""
+    module = Net()
+    optimizer = fused(module, "adamw", share_parameters=True)
+    steps(context, module, optimizer, 0)
+    with torch.no_grad(), optimizer.writing_parameters():
+        if context.rank == 0:
+            module.body.fill_(17)
+    assert bool((module.body == 17).all())
+    steps(context, module, optimizer, STEPS)
+    assert not bool((module.body == 17).any())
+    with torch.no_grad():
+        module.body.mul_(1)
+    try:
+        steps(context, module, optimizer, 2 * STEPS)
+    except RuntimeError as error:
+        assert "writing_parameters" in str(error)
+    else:
+        raise AssertionError("a write outside step() went unnoticed")
+    dist.barrier()
 
 
 @pytest.mark.parametrize("share", [False, True])
@@ -378,14 +499,74 @@ def test_parameters_outlive_their_group(share: bool) -> None:
 
 
 @pytest.mark.parametrize(("saved", "loads"), sorted(optim_state.OTHER_KINDS))
-def test_state_of_another_kind(pair: harness.Workers, saved: str, loads: str) -> None:
-    pair.run(optim_state.other_kind, saved, loads)
+@on_ranks(2)
+def test_state_of_another_kind(context: Context, saved: str, loads: str) -> None:
+    """A state dict of another kind of optimizer is refused at once, and nothing has changed."""
+    module = Net()
+    theirs, ours = fused(module, saved), fused(module, loads)
+    steps(context, module, theirs, 0)
+    steps(context, module, ours, 0)
+    state = theirs.full_state_dict(rank0_only=False)
+    before = ours.full_state_dict(rank0_only=False)
+    with refused(f"not {type(ours).__name__}'s", ValueError):
+        ours.load_state_dict(state)
+    after = ours.full_state_dict(rank0_only=False)
+    assert before["param_groups"] == after["param_groups"]
+    for number, values in before["state"].items():
+        assert all(same(after["state"][number][key], value) for key, value in values.items())
 
 
 @pytest.mark.parametrize("how", ["value", "one rank", "all", "layout"])
 @pytest.mark.parametrize("mode", ["manual", "ddp", "overlap"])
 @pytest.mark.parametrize("kind", ["adamw", harness.slow("momentum")])
-def test_values_that_differ_between_ranks(
-    pair: harness.Workers, kind: str, mode: str, how: str
-) -> None:
-    pair.run(optim_state.other_values, kind, mode, how)
+@on_ranks(2)
+def test_values_that_differ_between_ranks(context: Context, kind: str, mode: str, how: str) -> None:
+    """Ranks load state dicts whose values differ: the next step raises, and has moved nothing."""
+    module = Net()
+    net: Any = module if mode == "manual" else DistributedDataParallel(module, bucket_cap_mb=0.01)
+    ddp = None if mode == "manual" else net
+    optimizer = fused(module, kind, ddp=ddp, overlap=mode == "overlap")
+
+    def step() -> None:
+        loss = torch.zeros(())
+        for i, param in enumerate(module.parameters()):
+            loss = loss + (param * randn(3, i, numel=param.numel()).view_as(param)).sum()
+        # DDP wants a forward of its own.
+        module.forward = lambda: loss  # type: ignore[method-assign]
+        net().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    state = optimizer.full_state_dict(rank0_only=False)
+    other = copy.deepcopy(state)
+    last = context.rank == context.world_size - 1
+    key = "momentum_buffer" if kind == "momentum" else "exp_avg"
+    if how == "value":
+        # The last element belongs to the last rank alone.
+        other["state"][1][key].view(-1)[0 if last else -1] += 1e-3
+    optimizer.load_state_dict(other if last and how != "all" else state)
+    if how == "one rank" and not last:
+        optimizer.load_state_dict(optimizer.local_state_dict())
+    before = [param.detach().clone() for param in module.parameters()]
+    if how in ("all", "layout"):
+        if how == "layout":
+            for values in other["state"].values():
+                if values[key].dim() == 4:
+                    values[key] = values[key].contiguous(memory_format=torch.channels_last)
+            optimizer.load_state_dict(other if last else state)
+        step()
+        step()
+        return
+    with refused("a state dict that was loaded", dist.DistBackendError):
+        step()
+    assert all(same(p.detach(), old) for p, old in zip(module.parameters(), before, strict=True))
+    for param in module.parameters():
+        param.grad = None
+    if mode != "overlap":
+        with refused("a state dict that was loaded", dist.DistBackendError):
+            step()  # it does not go away by itself
+    optimizer.zero_grad()
+    optimizer.load_state_dict(state)
+    step()
+    step()

@@ -17,13 +17,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.state_dict as dcp_state
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedpg
@@ -114,20 +109,6 @@ def trained(kind: str, **options: Any) -> dict[str, Any]:
     twins = Twins(kind, **options)
     twins.steps(0, 1, 2)
     return copy.deepcopy(twins.torch.state_dict())
-
-
-class Named(nn.Module):
-    def __init__(self, frozen: bool) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(7, 11), nn.Linear(11, 13)
-        for i, param in enumerate(self.parameters()):
-            param.data.copy_(randn(8, i, numel=param.numel()).reshape(param.shape))
-        self.first.weight.requires_grad_(not frozen)
-
-    def gradients(self, number: int) -> None:
-        for i, param in enumerate(self.parameters()):
-            if param.requires_grad:
-                param.grad = randn(9, i, number, numel=param.numel()).reshape(param.shape)
 
 
 NAN = float("nan")
@@ -302,47 +283,6 @@ def test_state_dict_of_sgd_without_momentum(context: Context) -> None:
         assert distance(mine.detach(), theirs.detach()) <= 1e-6
 
 
-def through_dcp(context: Context, kind: str, to_torch: bool, frozen: bool, path: str) -> None:
-    """torch.distributed.checkpoint from torch.optim to ours, and back."""
-
-    def make(fused: bool) -> tuple[Named, Any]:
-        module = Named(frozen)
-        where = fusedpg.optim if fused else torch.optim
-        return module, getattr(where, kind)(module.parameters(), **OPTIONS[kind])
-
-    def train(module: Named, optimizer: Any, numbers: Iterable[int]) -> None:
-        for number in numbers:
-            module.gradients(number)
-            optimizer.step()
-            optimizer.zero_grad()
-
-    source, optimizer = make(fused=to_torch)
-    train(source, optimizer, range(3))
-    saved = {"optimizer": get_optimizer_state_dict(source, optimizer)}
-    dcp.save(saved, checkpoint_id=Path(path) / "dcp")
-    target, other = make(fused=not to_torch)
-    target.load_state_dict(source.state_dict())
-    loaded = {"optimizer": get_optimizer_state_dict(target, other)}
-    dcp.load(loaded, checkpoint_id=Path(path) / "dcp")
-    set_optimizer_state_dict(target, other, loaded["optimizer"])
-    train(source, optimizer, range(3, 6))
-    train(target, other, range(3, 6))
-    for (name, mine), want in zip(target.named_parameters(), source.parameters(), strict=True):
-        assert distance(mine.detach(), want.detach()) <= 1e-6, name
-    if frozen:
-        assert source.first.weight not in optimizer.state
-        assert target.first.weight not in other.state
-
-
-@pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen"])
-@pytest.mark.parametrize("to_torch", [False, True], ids=["from torch", "to torch"])
-@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
-def test_through_dcp(
-    pair: harness.Workers, kind: str, to_torch: bool, frozen: bool, tmp_path: Path
-) -> None:
-    pair.run(through_dcp, kind, to_torch, frozen, str(tmp_path))
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @on_ranks(1, 2, 3, slow(4))
 def test_parameter_without_elements(context: Context, kind: str) -> None:
@@ -364,23 +304,6 @@ def test_parameter_without_elements(context: Context, kind: str) -> None:
 
 
 # --- state that comes with the first gradient ---------------------------------------
-@pytest.mark.parametrize("kind", KINDS)
-@on_ranks(2)
-def test_state_comes_with_the_first_gradient(context: Context, kind: str) -> None:
-    """No state without a gradient; a parameter unfrozen later begins then."""
-    twins = Twins(kind)
-    for params in (twins.mine, twins.theirs):
-        params[0].requires_grad_(False)
-    twins.agree()
-    twins.step(0, used=(2,))
-    twins.agree()
-    twins.step(1, used=(1, 2))
-    twins.agree()
-    for params in (twins.mine, twins.theirs):
-        params[0].requires_grad_(True)
-    twins.steps(2, 3)
-
-
 def frozen_memory(context: Context, mode: str) -> int:
     """Bytes of state with large frozen and unused parameters."""
 
@@ -437,20 +360,6 @@ def test_a_skipped_first_step_is_none(context: Context, kind: str) -> None:
 
 
 # --- options and groups that change -------------------------------------------------
-@on_ranks(2)
-def test_momentum_turned_on_later(context: Context) -> None:
-    twins = Twins("SGD", momentum=0, dampening=0, nesterov=False)
-    twins.steps(0, 1)
-    for changes in (
-        {"momentum": 0.9, "dampening": 0.3},
-        {"momentum": 0.0},
-        {"momentum": 0.5, "dampening": 0.0, "nesterov": True},
-    ):
-        for optimizer in twins.both:
-            optimizer.param_groups[0].update(changes)
-        twins.steps(2, 3)
-
-
 @pytest.mark.parametrize("kind", ["Adam", "AdamW"])
 @on_ranks(2)
 def test_amsgrad_turned_on_later(context: Context, kind: str) -> None:
@@ -474,22 +383,6 @@ def test_amsgrad_turned_on_later(context: Context, kind: str) -> None:
     for optimizer in twins.both:
         optimizer.param_groups[0]["amsgrad"] = True
     twins.steps(5)
-
-
-@pytest.mark.parametrize("how", ["clear", "one", "empty"])
-@pytest.mark.parametrize("kind", KINDS)
-@on_ranks(2)
-def test_state_cleared(context: Context, kind: str, how: str) -> None:
-    twins = Twins(kind)
-    twins.steps(0, 1)
-    for optimizer, params in zip(twins.both, (twins.mine, twins.theirs), strict=True):
-        if how == "clear":
-            optimizer.state.clear()
-        elif how == "one":
-            del optimizer.state[params[1]]
-        else:
-            optimizer.state[params[1]] = {}
-    twins.steps(2, 3)
 
 
 @on_ranks(3)

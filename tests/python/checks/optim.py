@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from checks.cases import digest, distance, flat, randn, same
+from checks.optim_script import Lamb
 from harness import Context
 
 SHAPES: tuple[tuple[int, ...], ...] = ((1021,), (7,), (31, 37), (2, 3, 5, 7), (1,))
@@ -83,47 +84,6 @@ class Bag(nn.Module):
         return torch.stack(terms).sum()
 
 
-class Lamb:
-    """You et al. 2020, algorithm 2, in float64 on whole tensors."""
-
-    def __init__(self, groups: list[dict[str, Any]], mutant: bool = False) -> None:
-        self.param_groups = groups
-        self.mutant = mutant
-        self.state: dict[torch.Tensor, dict[str, Any]] = {}
-        self.exact: dict[torch.Tensor, torch.Tensor] = {}
-
-    @torch.no_grad()
-    def step(self) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self._one(param, group)
-
-    def _one(self, param: torch.Tensor, group: dict[str, Any]) -> None:
-        x = self.exact.setdefault(param, param.double())
-        grad = param.grad.double() * (-1 if group.get("maximize") else 1)  # type: ignore[union-attr]
-        zeros = {"exp_avg": torch.zeros_like(x), "exp_avg_sq": torch.zeros_like(x)}
-        state = self.state.setdefault(param, {"step": 0, **zeros})
-        state["step"] += 1
-        beta1, beta2 = group["betas"]
-        state["exp_avg"] = beta1 * state["exp_avg"] + (1 - beta1) * grad
-        state["exp_avg_sq"] = beta2 * state["exp_avg_sq"] + (1 - beta2) * grad**2
-        first = state["exp_avg"] / (1 - beta1 ** state["step"])
-        second = state["exp_avg_sq"] / (1 - beta2 ** state["step"])
-        decay = group["weight_decay"]
-        update = first / (second.sqrt() + group["eps"]) + decay * x
-        ratio = 1.0
-        if decay != 0 or group.get("always_adapt"):
-            norm, size = float(x.norm()), float(update.norm())
-            ratio = norm / size if norm > 0 and size > 0 else 1.0
-            if self.mutant:
-                ratio /= size
-        if group.get("trust_clip"):
-            ratio = min(ratio, 1.0)
-        x -= float(group["lr"]) * ratio * update
-        param.copy_(x)
-
-
 def grouped(run: Run, params: Sequence[torch.Tensor]) -> list[dict[str, Any]]:
     """The parameter groups of a run: the second one's hyperparameters differ."""
     options = {**DEFAULTS[run.optimizer], **run.options}
@@ -150,11 +110,11 @@ def fused(run: Run, params: Any, **options: Any) -> Any:
     return kind(params, overlap=run.mode == "overlap", **run.ours, **options)
 
 
-def unsharded(run: Run, params: Sequence[torch.Tensor], mutant: bool = False) -> Any:
+def unsharded(run: Run, params: Sequence[torch.Tensor]) -> Any:
     """What it is compared with."""
     groups = grouped(run, params)
     if run.optimizer == "LAMB":
-        return Lamb(groups, mutant)
+        return Lamb(groups)
     return getattr(torch.optim, run.optimizer)(groups, foreach=False)
 
 
@@ -272,43 +232,6 @@ def parity(context: Context, run: Run, tolerance: float = 1e-6) -> str:
     return trainer.agree(tolerance)
 
 
-def reproducible(context: Context, run: Run) -> tuple[str, str]:
-    """Digests of the parameters and of this rank's state after a run."""
-    trainer = Trainer(context, run)
-    for step in range(run.steps):
-        trainer.both(step)
-    return digest(trainer.params), digest(trainer.state())
-
-
-def lamb_mutant(context: Context, run: Run) -> float:
-    """How far LAMB is from the formula with a second division by the update's norm."""
-    trainer = Trainer(context, run)
-    trainer.oracle = unsharded(run, list(trainer.twin.parameters()), mutant=True)
-    for step in range(run.steps):
-        trainer.both(step)
-    try:
-        trainer.agree(state=False)
-    except AssertionError:
-        pairs = zip(trainer.params, trainer.twin.parameters(), strict=True)
-        return min(distance(a.detach(), b.detach()) for a, b in pairs if a.numel() > 1)
-    raise AssertionError("the comparison does not see a second division by the update's norm")
-
-
-def lamb_ratio(context: Context, mode: str) -> None:
-    """The first step's length is lr * |x|, whatever the gradient is, and 0-norms count as 1."""
-    run = Run("LAMB", mode, options={"weight_decay": 0.0, "always_adapt": True}, groups=False)
-    trainer = Trainer(context, run)
-    with torch.no_grad():
-        trainer.params[1].zero_()
-    before = [param.detach().clone() for param in trainer.params]
-    trainer.backward(0, 1000.0)
-    trainer.optimizer.step()
-    for i, (param, old) in enumerate(zip(trainer.params, before, strict=True)):
-        moved = float((param.detach() - old).double().norm())
-        want = 1e-2 * (float(old.double().norm()) if i != 1 else 7**0.5)
-        assert abs(moved - want) <= 1e-5 * want, i
-
-
 def half_with_master(context: Context, run: Run) -> str:
     """Half parameters with float32 masters: a float32 run, rounded."""
     trainer = Trainer(context, run)
@@ -332,184 +255,18 @@ def half_with_master(context: Context, run: Run) -> str:
     return digest(trainer.params)
 
 
-def half_written_outside(context: Context) -> None:
-    """A half parameter loaded between steps is taken over by its master."""
-    ours = {"master_dtype": torch.float32}
-    run = Run("SGD", shapes=((1021,), (31, 37)), dtypes=("bfloat16",), ours=ours)
-    trainer = Trainer(context, run)
-    trainer.both(0)
-    with torch.no_grad():
-        for param in trainer.params:
-            param.fill_(3.0)
-        for group in trainer.optimizer.param_groups:
-            group["lr"] = 0.0
-    trainer.both(1)
-    assert all(bool((param == 3.0).all()) for param in trainer.params)
-
-
 def scheduled(context: Context, run: Run) -> str:
     """OneCycleLR moves lr and momentum; what it sets is used by the next update."""
     trainer = Trainer(context, run)
-    # The formula is no Optimizer; whoever has the same groups gets the same schedule.
-    groups = trainer.oracle.param_groups
-    twin = torch.optim.SGD(groups) if run.optimizer == "LAMB" else trainer.oracle
     schedules = [
-        torch.optim.lr_scheduler.OneCycleLR(
-            one, [0.05, 0.02], run.steps + 1, cycle_momentum=run.optimizer != "LAMB"
-        )
-        for one in (trainer.optimizer, twin)
+        torch.optim.lr_scheduler.OneCycleLR(one, [0.05, 0.02], run.steps + 1)
+        for one in (trainer.optimizer, trainer.oracle)
     ]
     rates = set()
     for step in range(run.steps):
-        if run.optimizer == "LAMB":
-            for mine, theirs in zip(groups, twin.param_groups, strict=True):
-                mine["lr"] = theirs["lr"]
         trainer.both(step)
         for schedule in schedules:
             schedule.step()
         rates.add(float(trainer.optimizer.param_groups[0]["lr"]))
     assert len(rates) == run.steps
-    return trainer.agree()
-
-
-def edited(context: Context, run: Run) -> str:
-    """Every hyperparameter of a group may change between steps."""
-    trainer = Trainer(context, run)
-    for step in range(run.steps):
-        for one in (trainer.optimizer, trainer.oracle):
-            group = one.param_groups[0]
-            group["lr"] = 1e-2 / (1 + step)
-            group["weight_decay"] = 0.01 * (step + 1)
-            if run.optimizer == "SGD":
-                group["momentum"] = 0.5 + 0.04 * step
-            else:
-                group["betas"] = (0.9 - 0.02 * step, 0.99 - 0.01 * step)
-                group["eps"] = 1e-7 * (step + 1)
-        trainer.both(step)
-    return trainer.agree()
-
-
-def still(context: Context, run: Run) -> None:
-    """lr=0 moves nothing."""
-    trainer = Trainer(context, run)
-    for group in trainer.optimizer.param_groups:
-        group["lr"] = 0.0
-    before = [param.detach().clone() for param in trainer.params]
-    for step in range(3):
-        trainer.optimizer.zero_grad()
-        trainer.backward(step)
-        trainer.optimizer.step()
-    unchanged([param.detach() for param in trainer.params], before)
-    for param in trainer.params:
-        assert float(trainer.optimizer.state[param].get("step", 3)) == 3
-
-
-def group_later(context: Context, run: Run) -> str:
-    """Parameters that join the optimizer after some steps."""
-    trainer = Trainer(context, run)
-    trainer.optimizer = None
-    if run.mode != "manual":
-        bag = copy.deepcopy(trainer.bag)
-        trainer.net = trainer.ddp = DistributedDataParallel(bag, bucket_cap_mb=0.004)
-        trainer.bag, trainer.params = bag, list(bag.parameters())
-    elif context.rank:
-        with torch.no_grad():
-            trainer.params[-1].fill_(float(context.rank))  # the first rank's value wins
-    first, last = grouped(run, list(trainer.params))
-    trainer.optimizer = fused(run, [first], ddp=trainer.ddp)
-    twins = grouped(run, list(trainer.twin.parameters()))
-    trainer.oracle = getattr(torch.optim, run.optimizer)(twins[:1], foreach=False)
-    for step in range(run.steps):
-        if step == 3:
-            trainer.net.zero_grad()
-            trainer.optimizer.add_param_group(last)
-            trainer.oracle.add_param_group(twins[1])
-        trainer.net.zero_grad()
-        trainer.both(step)
-    return trainer.agree()
-
-
-def closure(context: Context, mode: str) -> None:
-    """A closure is called once, with gradients enabled, and its loss is returned."""
-    trainer = Trainer(context, Run(mode=mode, steps=2))
-    calls: list[int] = []
-
-    def evaluate() -> torch.Tensor:
-        assert torch.is_grad_enabled()
-        calls.append(len(calls))
-        trainer.optimizer.zero_grad()
-        loss: torch.Tensor = trainer.net(trainer.gradients(calls[-1]))
-        loss.backward()
-        return loss
-
-    for step in range(2):
-        with torch.no_grad():
-            loss = trainer.optimizer.step(evaluate)
-        assert loss.dim() == 0
-        assert loss.requires_grad
-        trainer.prepare(step)
-        trainer.oracle.step()
-    assert calls == [0, 1]
-    trainer.agree()
-
-
-def unused(context: Context, run: Run) -> str:
-    """One parameter that no rank uses, and one that only the first rank does."""
-    trainer = Trainer(context, run)
-    nobody, some = 2, 3
-    before = trainer.params[nobody].detach().clone()
-    size = context.world_size
-    for step in range(run.steps):
-        trainer.optimizer.zero_grad()
-        gradients = trainer.gradients(step)
-        gradients[nobody] = None
-        if context.rank:
-            gradients[some] = None
-        trainer.net(gradients).backward()
-        # With overlap nobody has waited yet, and a guard stands in every gradient's place.
-        assert run.mode == "overlap" or trainer.params[nobody].grad is None
-        trainer.optimizer.step()
-        trainer.prepare(step, used=[i for i in range(len(trainer.params)) if i != nobody])
-        list(trainer.twin.parameters())[some].grad = run.gradient(step, 0, some) / size
-        trainer.oracle.step()
-        assert trainer.params[nobody].grad is None
-    assert same(trainer.params[nobody].detach(), before)
-    assert trainer.params[nobody] not in trainer.optimizer.state
-    if not run.ddp.get("static_graph"):
-        trainer.agree()
-        # Used at last: momentum starts here, and so do bias corrections.
-        trainer.both(run.steps)
-    return trainer.agree()
-
-
-def two_steps(context: Context, mode: str) -> None:
-    """Without gradients step() does nothing."""
-    trainer = Trainer(context, Run(mode=mode))
-    trainer.both(0)
-    before = trainer.state()
-    trainer.optimizer.zero_grad()
-    trainer.optimizer.step()
-    unchanged(trainer.state(), before)
-    trainer.both(1)
-    trainer.agree()
-
-
-def frozen(context: Context, mode: str) -> str:
-    """Parameters that need no gradient stay as they are."""
-    trainer = Trainer(context, Run(mode="manual", groups=False))
-    bag = trainer.bag
-    trainer.params[0].requires_grad_(False)
-    before = trainer.params[0].detach().clone()
-    run = Run(mode=mode, groups=False)
-    if mode != "manual":
-        trainer.ddp = DistributedDataParallel(bag, bucket_cap_mb=0.004)
-        trainer.net = trainer.ddp
-    trainer.optimizer = fused(run, grouped(run, trainer.params), ddp=trainer.ddp)
-    for step in range(5):
-        trainer.optimizer.zero_grad()
-        trainer.backward(step)
-        trainer.optimizer.step()
-        trainer.prepare(step, used=range(1, len(trainer.params)))
-        trainer.oracle.step()
-    assert same(trainer.params[0].detach(), before)
     return trainer.agree()

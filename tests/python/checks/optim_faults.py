@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from checks.cases import digest, distance, randn, same
+from checks.cases import digest, randn, same
 from checks.faults import mark, refusal, rejoin, works
 from checks.fused_ops import BF16, FP32, FP64, Model, Run, parity
-from checks.optim_state import KINDS, Net, fused, set_gradients
+from checks.optim_state import fused
 from harness import Context
 
 WIDTH = 257
@@ -125,49 +125,6 @@ def train_again(context: Context, mode: str) -> str:
     for step in range(3):
         trainer.step(step)
     return trainer.digest()
-
-
-def nan(context: Context, mode: str, kind: str) -> str:
-    """NaN in the gradients of one rank goes where it goes in torch's optimizer."""
-    trainer = Trainer(context, mode, kind)
-    trainer.step(0)
-    last = context.rank == context.world_size - 1
-    trainer.step(1, torch.nan if last else 1.0)
-    params = list(trainer.module.parameters())
-    # Each parameter has a gradient here, and all of it is NaN.
-    assert all(bool(param.isnan().all()) for param in params)
-    for state in trainer.optimizer.state.values():
-        for key, value in state.items():
-            if key == "step":
-                assert float(value) == 2
-            else:
-                assert bool(value.isnan().all()), key
-    works()
-    return str(torch.stack([param.isnan().sum() for param in params]).tolist())
-
-
-def one_nan(context: Context, kind: str, value: float) -> str:
-    """One element of one gradient on one rank: the rest is as if nothing had happened."""
-    name, arguments = KINDS[kind]
-    module, twin = Net(), Net()
-    optimizer = fused(module, kind)
-    oracle = getattr(torch.optim, name)(twin.parameters(), foreach=False, **arguments)
-    for step in range(3):
-        set_gradients(module, step, context.rank, context.world_size)
-        set_gradients(twin, step, 0, 1)
-        if step == 1:
-            assert module.body.grad is not None and twin.body.grad is not None
-            twin.body.grad[1000] = value
-            if context.rank == context.world_size - 1:
-                module.body.grad[1000] = value
-        optimizer.step()
-        oracle.step()
-    for mine, want in zip(module.parameters(), twin.parameters(), strict=True):
-        assert same(mine.isnan(), want.isnan())
-        assert same(mine.isinf(), want.isinf())
-        good = want.isfinite()
-        assert distance(mine[good].detach(), want[good].detach()) <= 1e-6
-    return digest([param.detach() for param in module.parameters()])
 
 
 def late(context: Context, mode: str, sleeper: int, seconds: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from checks.optim_script import WIDTH, Net, Script, of_torch
+from checks.optim_script import OPTIMIZERS, WIDTH, Net, Script, Several, of_torch
+from checks.refused import refused
 
 
 def plainly(s: Script) -> None:
@@ -272,21 +274,10 @@ def _shared_encoder(s: Script) -> tuple[Any, Any]:
     s.module = other
     s.wrap()
     s.params = list(one.parameters()) + list(other.head.parameters())
-    optimizers = [
+    s.opt = Several(
         s.optimizer(list(one.parameters()), first),
         s.optimizer(list(other.head.parameters()), s.net),
-    ]
-
-    class Both:
-        def step(self) -> None:
-            for optimizer in optimizers:
-                optimizer.step()
-
-        def zero_grad(self) -> None:
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-
-    s.opt = Both()
+    )
     return first, s.net
 
 
@@ -331,12 +322,321 @@ def fuse_then_load(s: Script) -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(old, 1, 0.5)
     s.opt = old
     if s.fused:
-        s.opt = fusedpg.optim.from_torch(old, s.net, **s.own())
+        s.opt = fusedpg.optim.from_torch(old, **s.own(s.net))
     s.opt.load_state_dict(s.opt.state_dict())
     for _ in range(4):
         s.backward(s.net(s.x()))
         s.step()
         scheduler.step()
+
+
+def fuse_in_the_middle(s: Script) -> None:
+    """from_torch() takes over where torch's optimizer stands, which keeps its state."""
+    import fusedpg
+
+    name = "AdamW" if s.setup.optimizer == "LAMB" else s.setup.optimizer
+    s.fresh()
+    net = s.with_ddp()
+    s.opt = old = of_torch(name, s.params)
+    scheduler = torch.optim.lr_scheduler.StepLR(old, 2, 0.5)
+    for i in range(7):
+        if i == 3:
+            s.net = net
+            if s.fused:
+                kept = copy.deepcopy(old.state_dict()["state"])
+                if s.manual:
+                    s.wrap()
+                s.opt = fusedpg.optim.from_torch(old, **s.own(net))
+        s.backward((net if i < 3 else s.net)(s.x()))
+        s.step()
+        scheduler.step()
+    if s.fused:
+        assert s.opt.param_groups[0]["lr"] == OPTIMIZERS[name]["lr"] / 8
+        torch.testing.assert_close(old.state_dict()["state"], kept, rtol=0, atol=0)
+
+
+def attached_later(s: Script) -> None:
+    """An optimizer that is made before the module is wrapped, as libraries do."""
+    s.fresh()
+    s.opt = s.optimizer(s.params, None, share_parameters=True)
+    s.wrap()
+    if s.fused:
+        s.opt.attach(s.net)
+    s.train(4)
+
+
+# --- between backward and step(), and after it ------------------------------------------
+
+
+def decay_after_backward(s: Script) -> None:
+    for i in range(3):
+        s.backward(s.net(s.x()))
+        s.write(i)
+        s.step()
+
+
+def two_steps_after_one_backward(s: Script) -> None:
+    """Twice the update; and without gradients nothing."""
+    for _ in range(3):
+        s.backward(s.net(s.x()))
+        s.step(zero=False)
+        s.step()
+        s.step()
+
+
+def a_stale_gradient_beside_new_ones(s: Script) -> None:
+    """torch applies a gradient that nobody has dropped again; overlap=True has it no more."""
+    for _ in range(2):
+        s.backward(s.net(s.x()))
+        s.step(zero=False)
+        s.module.layers[:3].zero_grad()
+        s.backward(s.net(s.x(), skip=[3, 4, 5]))
+        s.step()
+
+
+def retained_after_a_step(s: Script) -> None:
+    """Autograd notices that saved weights have changed."""
+    y = s.net(s.x())
+    s.backward(y, retain_graph=True)
+    s.step()
+    s.backward(y)
+    s.step()
+
+
+def norms_are_fresh(s: Script) -> None:
+    """Gradients that are dropped, and slices that are written, after a norm was asked for."""
+    for i in range(3):
+        s.backward(s.net(s.x()))
+        if s.manual:
+            s.opt.reduce_gradients()
+        nn.utils.get_total_norm([p.grad for p in s.params])
+        if i:
+            s.params[1].grad = None
+        grad = s.params[2].grad
+        (grad.local() if hasattr(grad, "local") else grad).mul_(3)
+        nn.utils.clip_grad_norm_(s.params, 0.01)
+        s.step()
+
+
+def clipped_with_others(s: Script) -> None:
+    """Gradients of a model of which an optimizer of torch has a part, in one clipping."""
+    s.fresh()
+    s.wrap()
+    others = torch.optim.SGD(s.params[5:], lr=0.1)
+    s.opt = Several(s.optimizer(s.params[:5], s.net), others)
+    for _ in range(3):
+        s.backward(s.net(s.x()))
+        if s.fused and s.setup.mode != "overlap":
+            with refused("cannot be mixed"):
+                nn.utils.clip_grad_norm_(s.params, 0.01, foreach=True)
+        nn.utils.clip_grad_norm_(s.params, 0.01)
+        s.step()
+
+
+# --- gradients that stand in p.grad before, and hooks of users ---------------------------
+
+
+def zeros_before_accumulation(s: Script) -> None:
+    """``p.grad`` that DDP has moved into a bucket, and a backward under ``no_sync()``."""
+    for _ in range(4):
+        for param in s.params:
+            param.grad = torch.zeros_like(param)
+        with s.net.no_sync():
+            s.backward(s.net(s.x()))
+        s.backward(s.net(s.x()))
+        s.step()
+
+
+def gradients_of_other_strides(s: Script) -> None:
+    """``p.grad`` that lies in memory in another order than its parameter."""
+    for _ in range(4):
+        for param in s.params:
+            ones = torch.ones_like(param)
+            param.grad = torch.ones(param.shape[::-1]).to(ones).mT if param.dim() == 2 else ones
+        s.backward(s.net(s.x()))
+        s.step()
+
+
+def hooks_of_users(s: Script) -> None:
+    """They see the gradient that is reduced, and may change it."""
+
+    def clamp(param: torch.Tensor) -> None:
+        assert param.grad is not None
+        param.grad.clamp_(-0.01, 0.01)
+
+    for param in s.params:
+        param.register_post_accumulate_grad_hook(clamp)
+    s.train(4)
+
+
+# --- groups and state that somebody edits ------------------------------------------------
+
+
+def swapped_groups(s: Script) -> None:
+    """Parameters change groups, and these keep their lengths."""
+    s.in_groups()
+    s.train(2)
+    one, other = (group["params"] for group in s.opt.param_groups)
+    one[0], other[0] = other[0], one[0]
+    s.train(2)
+
+
+def edited_state(s: Script) -> None:
+    s.fresh()
+    s.wrap()
+    groups: Any = [{"params": [p], "lr": 0.01 * (1 + i)} for i, p in enumerate(s.params)]
+    s.opt = s.optimizer(groups, s.net)
+    state, groups = s.opt.state, s.opt.param_groups
+    for i in range(7):
+        s.train(1)
+        if i == 1:
+            some = state[s.params[1]]
+            key = next(key for key in some if key != "step")
+            some[key] = some[key] * 2  # another tensor
+        if i == 2:
+            state[s.params[2]] = {k: value.clone() for k, value in state[s.params[2]].items()}
+            groups[0]["lr"] = 0.05
+        if i == 3:
+            del state[s.params[3]]  # begins anew
+        if i == 4:
+            state.clear()
+        if i == 5:
+            groups[0], groups[1] = groups[1], groups[0]
+
+
+def parameters_taken_out(s: Script) -> None:
+    """Parameters that are in no group have a gradient as DDP's, and come back."""
+    s.in_groups()
+    one, other = (group["params"] for group in s.opt.param_groups)
+    s.train(1)
+    taken = [one.pop(), other.pop(0)]
+    plain = torch.optim.SGD(taken, lr=0.1)
+    for _ in range(3):
+        s.backward(s.net(s.x()))
+        assert all(type(param.grad) is torch.Tensor for param in taken)
+        nn.utils.clip_grad_norm_(taken, 0.01)
+        plain.step()
+        s.step()
+        plain.zero_grad()
+    other.extend(taken)
+    s.train(2)
+    # To another optimizer of the same module, and their group with them.
+    moved = s.opt.param_groups.pop()["params"]
+    s.opt = Several(s.opt, s.optimizer(moved, s.net))
+    s.train(3)
+
+
+# --- several optimizers, or none -------------------------------------------------------
+
+
+def two_optimizers_and_one_of_torch(s: Script) -> None:
+    """Of different kinds, on one module."""
+    s.fresh()
+    s.wrap()
+    s.opt = Several(
+        s.optimizer(s.params[:4], s.net),
+        s.optimizer(s.params[4:8], s.net, name="Adam"),
+        torch.optim.SGD(s.params[8:], lr=0.1),
+    )
+    s.train(4)
+
+
+def two_modules_in_one_backward(s: Script) -> None:
+    nets: list[Any] = []
+    optimizers = []
+    params: list[nn.Parameter] = []
+    for _ in range(2):
+        s.build()
+        nets.append(s.net)
+        optimizers.append(s.opt)
+        params += s.params
+    s.params, s.opt = params, Several(*optimizers)
+    for _ in range(4):
+        (s.loss(nets[0](s.x())) + s.loss(nets[1](s.x()))).backward()
+        s.step()
+
+
+class _Sparse(nn.Module):
+    """A layer behind an embedding with sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Embedding(30, WIDTH, sparse=True)
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layer(self.other(x.abs().mul(10).long().clamp(max=29)))
+        return y
+
+
+class _Complex(nn.Module):
+    """A complex layer behind a real one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        shapes = ((WIDTH, WIDTH), (WIDTH,))
+        self.other = nn.ParameterList(
+            nn.Parameter(torch.randn(shape, dtype=torch.cdouble)) for shape in shapes
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.layer(x).to(torch.cdouble) @ self.other[0] + self.other[1]).abs()
+
+
+def _beside_one_of_torch(s: Script, make: Callable[[], nn.Module]) -> None:
+    s.fresh(make)
+    s.wrap()
+    other = torch.optim.SGD(s.module.other.parameters(), lr=0.01)
+    s.opt = Several(s.optimizer(list(s.module.layer.parameters()), s.net), other)
+    s.train(4)
+
+
+def sparse_parameters_of_torch(s: Script) -> None:
+    _beside_one_of_torch(s, _Sparse)
+
+
+def complex_parameters_of_torch(s: Script) -> None:
+    _beside_one_of_torch(s, _Complex)
+
+
+def detached_before_backward(s: Script) -> None:
+    """``detach()`` between a forward and its backward, which DDP reduces all the same."""
+    s.train(4)
+    for by_name, again in itertools.product((False, True), repeat=2):
+        y = (s.net.forward if by_name else s.net)(s.x())
+        optimizer = s.opt
+        if s.fused:
+            optimizer.detach()
+        if again:
+            with torch.no_grad():
+                s.net(s.x())
+        s.opt = torch.optim.SGD(s.params, lr=0.01)
+        s.backward(y)
+        s.step()
+        s.train(1)
+        s.opt = optimizer
+        if s.fused:
+            optimizer.attach(s.net)
+        s.train(1)
+
+
+def group_added_while_detached(s: Script) -> None:
+    """Such a group is not one of manual mode."""
+    s.fresh()
+    s.wrap()
+    s.opt = s.optimizer(s.params[:5], s.net)
+    s.train(1)
+    s.module.zero_grad()
+    if s.fused:
+        s.opt.detach()
+    s.opt.add_param_group({"params": s.params[5:], "lr": 0.01})
+    s.loss(s.net(s.x())).backward()
+    assert all(type(param.grad) is torch.Tensor for param in s.params)
+    s.module.zero_grad()
+    if s.fused:
+        s.opt.attach(s.net)
+    s.train(3)
 
 
 class _Detaching(nn.Module):
@@ -430,7 +730,7 @@ PATTERNS: dict[Callable[[Script], None], dict[str, str]] = {
     without_zeroing: {"overlap": OVERLAP},
     synchronised_twice_with_unused: {"overlap": OVERLAP},
     unused: {},
-    unused_on_some_ranks: {},
+    unused_on_some_ranks: {"manual": "call optimizer.reduce_gradients()"},
     unused_but_set_by_hand: {},
     several_losses: {},
     two_forwards: {},
@@ -447,11 +747,40 @@ PATTERNS: dict[Callable[[Script], None], dict[str, str]] = {
     encoder_in_two_modules_the_other_first: {"": TWO},
     learning_rate_after_backward: {"overlap": OVERLAP},
     fuse_then_load: {},
+    fuse_in_the_middle: {},
+    attached_later: {},
+    decay_after_backward: {},
+    two_steps_after_one_backward: {"overlap": OVERLAP},
+    a_stale_gradient_beside_new_ones: {"overlap": OVERLAP},
+    retained_after_a_step: {"": "modified by an inplace operation"},
+    norms_are_fresh: {"overlap": OVERLAP},
+    clipped_with_others: {"overlap": OVERLAP},
+    zeros_before_accumulation: {},
+    gradients_of_other_strides: {},
+    hooks_of_users: {},
+    swapped_groups: {},
+    edited_state: {},
+    parameters_taken_out: {},
+    two_optimizers_and_one_of_torch: {},
+    two_modules_in_one_backward: {},
+    sparse_parameters_of_torch: {},
+    complex_parameters_of_torch: {},
+    detached_before_backward: {},
+    group_added_while_detached: {},
     recomputed_with_detached: {"overlap": OVERLAP},
     channels_last_before_training: {},
     channels_last_after_a_step: {"": "memory format"},
 }
 NAMES = {pattern.__name__: pattern for pattern in PATTERNS}
+# What an optimizer without a DDP cannot do, and gradients that it does not leave to others.
+WITH_DDP = {
+    pattern.__name__
+    for pattern in (
+        *(attached_later, detached_before_backward, group_added_while_detached),
+        *(parameters_taken_out, clipped_with_others, two_optimizers_and_one_of_torch),
+        *(sparse_parameters_of_torch, complex_parameters_of_torch, hooks_of_users),
+    )
+}
 
 
 # --- drawn scripts ----------------------------------------------------------------------
@@ -460,7 +789,7 @@ NAMES = {pattern.__name__: pattern for pattern in PATTERNS}
 Program = list[tuple[Any, ...]]
 ANY = (
     "never reduced|overlap=True|was taken out|was not applied|modified by an inplace operation"
-    "|p.grad.data|two DistributedDataParallel"
+    "|p.grad.data|two DistributedDataParallel|call optimizer.reduce_gradients"
     # What DDP says of it.
     "|marked as ready twice|finished reduction in the prior iteration|undefined, but still"
     "|Your training graph has changed|does not require grad"
@@ -540,7 +869,7 @@ def execute(program: Program) -> Callable[[Script], None]:
                 s.set_data(arguments[0])
             elif operation == "zero":
                 s.opt.zero_grad()
-            elif operation == "detach":
+            elif operation == "detach" and s.setup.mode != "manual":
                 # In the middle of a pass, or after it.
                 early, options = arguments
                 y = s.net(s.x(), **options) if early else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,32 +28,50 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 
 
 class Lamb(torch.optim.Optimizer):
-    """You et al. 2020 (arXiv:1904.00962), algorithm 2, phi the identity, as a torch optimizer."""
+    """You et al. 2020 (arXiv:1904.00962), algorithm 2, phi the identity, in float64.
 
-    def __init__(self, params: Any, **hyper: Any) -> None:
-        super().__init__(params, {"betas": (0.9, 0.999), **hyper})
+    ``divide_again`` is a known wrong implementation, with a second division by the norm of the
+    update.
+    """
+
+    def __init__(self, params: Any, *, divide_again: bool = False, **hyper: Any) -> None:
+        flags = dict.fromkeys(("trust_clip", "always_adapt", "maximize"), False)
+        super().__init__(params, {"betas": (0.9, 0.999), **flags, **hyper})
+        self.divide_again = divide_again
+        self.exact: dict[torch.Tensor, torch.Tensor] = {}
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            for x in group["params"]:
-                if x.grad is not None:
-                    self._update(x, group)
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._update(param, group)
 
-    def _update(self, x: torch.Tensor, group: dict[str, Any]) -> None:
+    def _update(self, param: torch.Tensor, group: dict[str, Any]) -> None:
+        x = self.exact.get(param)
+        if x is None or not torch.equal(x.to(param.dtype), param):  # somebody has written to it
+            x = param.double()
+        grad = param.grad.double() * (-1 if group["maximize"] else 1)  # type: ignore[union-attr]
         beta1, beta2 = group["betas"]
-        state = self.state[x]
+        state = self.state[param]
         if not state:
-            state["step"] = torch.zeros(())
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(x), torch.zeros_like(x)
+            state.update(step=torch.zeros(()), exp_avg=grad * 0, exp_avg_sq=grad * 0)
         state["step"] += 1
         t = int(state["step"])
-        m = state["exp_avg"].mul_(beta1).add_((1 - beta1) * x.grad)
-        v = state["exp_avg_sq"].mul_(beta2).add_((1 - beta2) * x.grad * x.grad)
+        m = state["exp_avg"] = beta1 * state["exp_avg"] + (1 - beta1) * grad
+        v = state["exp_avg_sq"] = beta2 * state["exp_avg_sq"] + (1 - beta2) * grad * grad
         m_hat, v_hat = m / (1 - beta1**t), v / (1 - beta2**t)
         u = m_hat / (v_hat.sqrt() + group["eps"]) + group["weight_decay"] * x
-        ratio = float(x.norm() / u.norm()) if x.norm() > 0 and u.norm() > 0 else 1.0
-        x.sub_(group["lr"] * ratio * u)
+        ratio = 1.0
+        if group["weight_decay"] != 0 or group["always_adapt"]:
+            norm, size = float(x.norm()), float(u.norm())
+            ratio = norm / size if norm > 0 and size > 0 else 1.0
+            if self.divide_again:
+                ratio /= size
+        if group["trust_clip"]:
+            ratio = min(ratio, 1.0)
+        self.exact[param] = x - float(group["lr"]) * ratio * u
+        param.copy_(self.exact[param])
 
 
 def of_torch(name: str, params: Any) -> torch.optim.Optimizer:
@@ -65,7 +84,8 @@ def of_torch(name: str, params: Any) -> torch.optim.Optimizer:
     return made
 
 
-SCALED = ("scaler", "overflow", "scaler alone")
+SCALED = ("scaler", "overflow", "scaler alone", "scaler and max_grad_norm")
+MAX_NORM = 0.7
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,13 +93,16 @@ class Setup:
     """How a script is run."""
 
     optimizer: str = "SGD"
-    mode: str = "ddp"  # or overlap, hook (of the user's, under the optimizer's), manual
+    # Or overlap, hook (of the user's, under the optimizer's), manual (the oracle has a DDP there).
+    mode: str = "ddp"
     view: bool = False
     graph: str = ""  # or find_unused, static
-    # Or clip, its own clip; scaler (with clip), overflow (the same, and some gradients of one rank
-    # are infinite), scaler alone (that, and only the scaler's step()).
+    # Or clip, its own clip, max_grad_norm; scaler (with clip), overflow (the same, and some
+    # gradients of one rank are infinite), scaler alone (that, and only the scaler's step()), scaler
+    # and max_grad_norm (that, and step() clips).
     finish: str = ""
     batched: bool = False  # DDP copies gradients when a bucket is complete
+    modes: bool = False  # under a dispatch mode of the user's, and one that counts FLOPs
 
     def ddp(self) -> dict[str, Any]:
         # Torch before 2.13 does not know it.
@@ -126,16 +149,44 @@ class Net(nn.Module):
         return x
 
 
+class Bare(nn.Module):
+    """A module without a DDP, for manual mode, called as one with a DDP is."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module, self.forward = module, module.forward
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+class Several:
+    """Optimizers that a script calls together."""
+
+    def __init__(self, *optimizers: Any) -> None:
+        self.optimizers = optimizers
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+
 class Script:
     """What a training script has at hand, either with torch's optimizer or with ours."""
 
     def __init__(self, context: Context, setup: Setup, fused: bool, group: Any = None) -> None:
         self.context, self.setup, self.fused, self.group = context, setup, fused, group
+        self.manual = fused and setup.mode == "manual"
         self.batches = 0
         self.bucket_mb = BUCKET_MB
         self.diverged: int | None = None  # the step after which ranks differ
         self.saved: dict[str, Any] | None = None  # state of the optimizer
         self.history: list[list[torch.Tensor]] = []
+        self.flops = 0  # that were counted
         self.late: list[int] = []  # layers that are to be written behind the next update
         self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
         self.build()
@@ -152,22 +203,39 @@ class Script:
         self.params = list(self.module.parameters())
 
     def wrap(self) -> None:
-        self.net: Any = DistributedDataParallel(
+        self.net: Any = Bare(self.module) if self.manual else self.with_ddp()
+
+    def with_ddp(self) -> DistributedDataParallel:
+        return DistributedDataParallel(
             self.module, process_group=self.group, bucket_cap_mb=self.bucket_mb, **self.setup.ddp()
         )
 
-    def optimizer(self, params: Any, net: Any) -> Any:
+    def optimizer(self, params: Any, net: Any, name: str = "", **options: Any) -> Any:
         import fusedpg
 
-        name = self.setup.optimizer
+        name = name or self.setup.optimizer
         if not self.fused:
             return of_torch(name, params)
-        return getattr(fusedpg.optim, name)(params, **OPTIMIZERS[name], ddp=net, **self.own())
+        kind = getattr(fusedpg.optim, name)
+        return kind(params, **OPTIMIZERS[name], **{**self.own(net), **options})
 
-    def own(self) -> dict[str, Any]:
+    def own(self, net: Any) -> dict[str, Any]:
         """What our optimizers are given besides torch's arguments."""
-        hook = {"comm_hook": (self.group, allreduce_hook)} if self.setup.mode == "hook" else {}
-        return {"overlap": self.setup.mode == "overlap", **hook}
+        clips = "max_grad_norm" in self.setup.finish
+        own: dict[str, Any] = {"max_grad_norm": MAX_NORM} if clips else {}
+        if self.manual:
+            return {"process_group": self.group, **own}
+        if self.setup.mode == "hook":
+            own["comm_hook"] = (self.group, allreduce_hook)
+        return {"ddp": net, "overlap": self.setup.mode == "overlap", **own}
+
+    def in_groups(self) -> None:
+        """As it is built, with two parameter groups that differ in their rate."""
+        self.fresh()
+        self.wrap()
+        half = len(self.params) // 2
+        groups = [{"params": self.params[:half]}, {"params": self.params[half:], "lr": 0.001}]
+        self.opt = self.optimizer(groups, self.net)
 
     def x(self) -> torch.Tensor:
         """The next batch of this rank."""
@@ -184,7 +252,8 @@ class Script:
         if self.setup.finish in SCALED:
             loss = self.scaler.scale(loss)
         last = self.context.rank == self.context.world_size - 1
-        if self.setup.finish in ("overflow", "scaler alone") and last and self.batches % 3 == 2:
+        overflows = self.setup.finish in SCALED[1:]
+        if overflows and last and self.batches % 3 == 2:
             loss = loss * torch.inf
         before = self.values()
         loss.backward(**options)
@@ -192,11 +261,12 @@ class Script:
             self.check_still(before, "backward has changed parameters")
 
     def values(self) -> list[torch.Tensor]:
-        return [param.detach().clone() for param in self.params]
+        some = (param.detach().clone() for param in self.params)
+        return [torch.view_as_real(one) if one.is_complex() else one for one in some]
 
     def check_still(self, before: list[torch.Tensor], wrong: str) -> None:
-        for now, old in zip(self.params, before, strict=True):
-            assert torch.equal(now.detach().nan_to_num(), old.nan_to_num()), wrong
+        for now, old in zip(self.values(), before, strict=True):
+            assert torch.equal(now.nan_to_num(), old.nan_to_num()), wrong
 
     def write(self, layer: int) -> None:
         """A decay by hand before step(), which with overlap=True comes behind the update."""
@@ -218,26 +288,30 @@ class Script:
 
     def step(self, zero: bool = True) -> None:
         finish, opt = self.setup.finish, self.opt
+        if finish in SCALED and all(param.grad is None for param in self.params):
+            finish = ""  # GradScaler raises
         looked = self.values()
-        if finish in ("scaler", "overflow"):
+        in_step = finish == "scaler alone" or "max_grad_norm" in finish
+        by_itself = in_step and (self.fused or finish == "scaler alone")
+        grads = [p.grad for p in self.params if p.grad is not None]
+        kept = [(grad, grad.clone()) for grad in grads if in_step and not self.fused]
+        if self.manual and finish and not by_itself:
+            opt.reduce_gradients()
+        if finish in SCALED and not by_itself:
             self.scaler.unscale_(opt)
         if finish == "its own clip" and self.fused:
-            opt.clip_grad_norm_(0.7)
-        elif finish not in ("", "scaler alone"):
-            nn.utils.clip_grad_norm_(self.params, 0.7, foreach=False)
+            opt.clip_grad_norm_(MAX_NORM)
+        elif finish and not by_itself:
+            nn.utils.clip_grad_norm_(self.params, MAX_NORM, foreach=False)
         if finish in SCALED:
-            scale = self.scaler.get_scale()
             self.scaler.step(opt)
             self.scaler.update()
-            if finish == "scaler alone" and not self.fused:
-                # The scaler has left gradients unscaled; not those of optimizers that scale
-                # themselves, as torch's with fused=True and ours. Scales are powers of two.
-                for param in self.params:
-                    if param.grad is not None:
-                        param.grad *= scale
         else:
             opt.step()
-        if self.fused and self.setup.mode == "overlap":
+        # Ours scale and clip in the step, and leave gradients as they are.
+        for grad, before in kept:
+            grad.copy_(before)
+        if getattr(opt, "overlap", False):
             self.check_still(looked, "step() has changed parameters")
         while self.late:
             self._decay(self.late.pop())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import ctypes
 import gc
-import io
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from checks.cases import digest, distance, randn, same
 from checks.faults import rejoin
-from checks.fused_ops import Lamb
-from checks.refused import refused
+from checks.optim_script import Lamb
 from harness import Context
 
 BF16 = torch.bfloat16
@@ -84,9 +82,7 @@ class Reference:
         name, arguments = KINDS[kind]
         params = list(self.module.parameters())
         if name == "LAMB":
-            arguments = dict(arguments)
-            beta1, beta2 = arguments.pop("betas")
-            self.optimizer: Any = Lamb(params, beta1=beta1, beta2=beta2, **arguments)
+            self.optimizer: Any = Lamb(params, **arguments)
         else:
             self.optimizer = getattr(torch.optim, name)(params, foreach=False, **arguments)
 
@@ -250,45 +246,6 @@ def from_torch(context: Context, kind: str, after: int, how: str) -> None:
                 assert distance(mine[key], value) <= 5e-6, (key, i)
 
 
-def before_first_step(context: Context, how: str) -> None:
-    """A checkpoint of an SGD that has not stepped: the first step has no dampening."""
-    module = Net()
-    optimizer = fused(module, "momentum")
-    reference = Reference("momentum")
-    if how == "to torch":
-        last = Reference("momentum")
-        last.optimizer.load_state_dict(optimizer.full_state_dict(rank0_only=False))
-        last.steps(0)
-        module = last.module
-    else:
-        own = how == "own"
-        state = optimizer.local_state_dict() if own else optimizer.full_state_dict(False)
-        module = Net()
-        optimizer = fused(module, "momentum")
-        optimizer.load_state_dict(state)
-        steps(context, module, optimizer, 0)
-    reference.steps(0)
-    reference.check(module)
-
-
-def rank0_saves(context: Context, kind: str) -> None:
-    """state_dict() is not a collective: only rank 0 calls it."""
-    module = Net()
-    optimizer = fused(module, kind)
-    steps(context, module, optimizer, 0)
-    if context.rank == 0:
-        buffer = io.BytesIO()
-        torch.save(optimizer.local_state_dict(), buffer)
-        buffer.seek(0)
-        again = torch.load(buffer, weights_only=True)
-        assert equal(again, optimizer.local_state_dict())
-        optimizer.load_state_dict(again)
-    steps(context, module, optimizer, STEPS)
-    tensor = torch.ones(3)
-    dist.all_reduce(tensor)
-    assert bool((tensor == context.world_size).all())
-
-
 def storages(value: Any) -> set[int]:
     """Where the tensors of a nested structure lie."""
     if isinstance(value, torch.Tensor):
@@ -297,29 +254,6 @@ def storages(value: Any) -> set[int]:
     if not isinstance(value, dict | list | tuple):
         return set()
     return set().union(*map(storages, items))
-
-
-def input_untouched(context: Context, kind: str, form: str) -> None:
-    """load_state_dict neither changes its argument nor keeps parts of it."""
-    module = Net()
-    optimizer = fused(module, kind)
-    steps(context, module, optimizer, 0)
-    if form == "own":
-        state = copy.deepcopy(optimizer.local_state_dict())
-    else:
-        state = optimizer.full_state_dict(rank0_only=False)
-    state["param_groups"][0]["lr"] = 0.01
-    kept = copy.deepcopy(state)
-    optimizer.load_state_dict(state)
-    assert equal(state, kept), "load_state_dict changed its input"
-    steps(context, module, optimizer, STEPS)
-    optimizer.param_groups[0]["lr"] = 0.5
-    assert equal(state, kept), "steps changed what was loaded"
-    held = storages([list(one.values()) for one in optimizer.state.values()])
-    assert held.isdisjoint(storages(state))
-    # And what was given out does not follow later steps, or says so by being local.
-    full = optimizer.full_state_dict(rank0_only=False)
-    assert held.isdisjoint(storages(full))
 
 
 def foreign_slices(context: Context, path: str) -> list[str]:
@@ -345,50 +279,6 @@ def foreign_slices(context: Context, path: str) -> list[str]:
     assert equal(optimizer.local_state_dict(), before), "a refused load changed something"
     dist.barrier()
     return texts
-
-
-def masters(context: Context) -> None:
-    """What the fp32 copies of half parameters are loaded from."""
-    import fusedpg
-
-    net = Net(BF16)
-    optimizer = fused(net, "adamw", master_dtype=torch.float32)
-    steps(context, net, optimizer, 0)
-    for module_state in optimizer.local_state_dict()["state"].values():
-        assert module_state["master_param"].dtype == torch.float32
-        assert module_state["exp_avg"].dtype == torch.float32
-    whole = optimizer.full_state_dict(rank0_only=False)
-    assert any(
-        not same(state["master_param"], state["master_param"].to(BF16).float())
-        for state in whole["state"].values()
-    ), "nothing is lost by rounding, so this shows nothing"
-    # A checkpoint of torch has moments of the parameters' type and no masters.
-    plain = Net(BF16)
-    plain.load_state_dict(net.state_dict())
-    theirs = torch.optim.AdamW(plain.parameters(), lr=0.02)
-    set_gradients(plain, 0, 0, 1)
-    theirs.step()
-    mine = fusedpg.optim.AdamW(plain.parameters(), lr=0.02, master_dtype=torch.float32)
-    mine.load_state_dict(theirs.state_dict())
-    for param in plain.parameters():
-        offset, length = fusedpg.shard_range(param.numel(), context.world_size, context.rank)
-        rounded = param.detach().flatten()[offset : offset + length].float()
-        assert same(mine.state[param]["master_param"], rounded)
-        assert mine.state[param]["exp_avg"].dtype == torch.float32
-        assert float(mine.state[param]["step"]) == 1
-    # model.load_state_dict after construction, to values that no master rounds to.
-    late = Net(BF16)
-    optimizer = fused(late, "sgd", master_dtype=torch.float32)
-    steps(context, late, optimizer, 0)
-    new = {name: torch.full_like(value, 7.0) for name, value in late.state_dict().items()}
-    late.load_state_dict(new)
-    for param in late.parameters():
-        param.grad = torch.ones_like(param)
-    optimizer.step()
-    for param in late.parameters():
-        assert same(param.detach(), torch.full_like(param, 7.0 - 0.05))
-        master = optimizer.state[param]["master_param"]
-        assert bool(((master - (7.0 - 0.05)).abs() < 1e-6).all())
 
 
 # --- memory ---------------------------------------------------------------------
@@ -527,28 +417,6 @@ def sharing_one(context: Context, kind: str, with_ddp: bool) -> str:
     return answers[0]
 
 
-def writing(context: Context) -> None:
-    """A write by rank 0 is seen by the others; a write outside is an error."""
-    module = Net()
-    optimizer = fused(module, "adamw", share_parameters=True)
-    steps(context, module, optimizer, 0)
-    with torch.no_grad(), optimizer.writing_parameters():
-        if context.rank == 0:
-            module.body.fill_(17)
-    assert bool((module.body == 17).all())
-    steps(context, module, optimizer, STEPS)
-    assert not bool((module.body == 17).any())
-    with torch.no_grad():
-        module.body.mul_(1)
-    try:
-        steps(context, module, optimizer, 2 * STEPS)
-    except RuntimeError as error:
-        assert "writing_parameters" in str(error)
-    else:
-        raise AssertionError("a write outside step() went unnoticed")
-    dist.barrier()
-
-
 def outlives(context: Context, share: bool) -> None:
     """Parameters stay readable when their group is gone."""
     module = Net()
@@ -585,71 +453,3 @@ OTHER_KINDS = {
     ("lamb", "sgd"),
     ("sgd", "lamb"),
 }
-
-
-def other_kind(context: Context, saved: str, loads: str) -> None:
-    """A state dict of another kind of optimizer is refused at once, and nothing has changed."""
-    module = Net()
-    theirs, ours = fused(module, saved), fused(module, loads)
-    steps(context, module, theirs, 0)
-    steps(context, module, ours, 0)
-    state = theirs.full_state_dict(rank0_only=False)
-    before = ours.full_state_dict(rank0_only=False)
-    with refused(f"not {type(ours).__name__}'s", ValueError):
-        ours.load_state_dict(state)
-    after = ours.full_state_dict(rank0_only=False)
-    assert before["param_groups"] == after["param_groups"]
-    for number, values in before["state"].items():
-        assert all(same(after["state"][number][key], value) for key, value in values.items())
-
-
-def other_values(context: Context, kind: str, mode: str, how: str) -> None:
-    """Ranks load state dicts whose values differ: the next step raises, and has moved nothing."""
-    module = Net()
-    net: Any = module if mode == "manual" else DistributedDataParallel(module, bucket_cap_mb=0.01)
-    ddp = None if mode == "manual" else net
-    optimizer = fused(module, kind, ddp=ddp, overlap=mode == "overlap")
-
-    def step() -> None:
-        loss = torch.zeros(())
-        for i, param in enumerate(module.parameters()):
-            loss = loss + (param * randn(3, i, numel=param.numel()).view_as(param)).sum()
-        # DDP wants a forward of its own.
-        module.forward = lambda: loss  # type: ignore[method-assign]
-        net().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()
-    state = optimizer.full_state_dict(rank0_only=False)
-    other = copy.deepcopy(state)
-    last = context.rank == context.world_size - 1
-    key = "momentum_buffer" if kind == "momentum" else "exp_avg"
-    if how == "value":
-        # The last element belongs to the last rank alone.
-        other["state"][1][key].view(-1)[0 if last else -1] += 1e-3
-    optimizer.load_state_dict(other if last and how != "all" else state)
-    if how == "one rank" and not last:
-        optimizer.load_state_dict(optimizer.local_state_dict())
-    before = [param.detach().clone() for param in module.parameters()]
-    if how in ("all", "layout"):
-        if how == "layout":
-            for values in other["state"].values():
-                if values[key].dim() == 4:
-                    values[key] = values[key].contiguous(memory_format=torch.channels_last)
-            optimizer.load_state_dict(other if last else state)
-        step()
-        step()
-        return
-    with refused("a state dict that was loaded", dist.DistBackendError):
-        step()
-    assert all(same(p.detach(), old) for p, old in zip(module.parameters(), before, strict=True))
-    for param in module.parameters():
-        param.grad = None
-    if mode != "overlap":
-        with refused("a state dict that was loaded", dist.DistBackendError):
-            step()  # it does not go away by itself
-    optimizer.zero_grad()
-    optimizer.load_state_dict(state)
-    step()
-    step()

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import harness
 from checks.cases import distance, randn
+from checks.optim_script import Lamb
 from checks.refused import refused
 from fuzz.core import Choices, Entry, Pair, Tape, draw_tape
 from harness import Context
@@ -48,7 +49,7 @@ class Program:
     tape: Tape
 
 
-KINDS = ("SGD", "Adam", "AdamW")
+KINDS = ("SGD", "Adam", "AdamW", "LAMB")
 MODES = ("manual", "ddp", "overlap")
 WHERE = tuple(f"{size}, {kind}, {mode}" for size in (2, 1, 3) for kind in KINDS for mode in MODES)
 EXAMPLES = 7
@@ -90,7 +91,9 @@ class Run:
         self.fused: Any = getattr(fusedpg.optim, self.kind)(
             ours, ddp=self.ddp, overlap=overlap, **self.options
         )
-        self.torch: Any = getattr(torch.optim, self.kind)(theirs, foreach=False, **self.options)
+        # torch has no LAMB.
+        of_torch = getattr(torch.optim, self.kind, Lamb)
+        self.torch: Any = of_torch(theirs, **self.options)
         self.both = (self.fused, self.torch)
         self.saved: list[dict[str, Any]] = []
 
@@ -220,7 +223,7 @@ class Run:
         return False
 
     def freeze(self) -> None:
-        i = self.draw.randrange(self.added)
+        i = self.draw.randrange(len(SHAPES))  # or of one that a group brings later
         on = not self.twin.weights[i].requires_grad
         self.log.append(f"requires_grad {i} {on}")
         for model in (self.mine, self.twin):
@@ -229,7 +232,7 @@ class Run:
     def option(self) -> None:
         number = self.draw.randrange(len(self.torch.param_groups))
         changes = self.hyperparameters()
-        if self.kind != "SGD" and self.draw.random() < 0.2:
+        if "Adam" in self.kind and self.draw.random() < 0.2:
             changes["amsgrad"] = not self.torch.param_groups[number]["amsgrad"]
         self.log.append(f"group {number} {changes}")
         for optimizer in self.both:

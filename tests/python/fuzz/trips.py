@@ -25,12 +25,12 @@ from harness import Context
 WHERE = ("3 to 2 to 3",)
 EXAMPLES = 5
 # whole: torch's format in one file; crossed: ours goes on from torch's and the other way round.
-WAYS = ("whole", "crossed", "distributed")
+WAYS = ("whole", "whole, crossed", "distributed", "distributed, crossed")
 
 
 def save(script: Script, way: str, folder: Path) -> None:
-    if way == "distributed":
-        whole = get_optimizer_state_dict(script.net, script.opt)
+    if "distributed" in way:
+        whole = get_optimizer_state_dict(script.module, script.opt)
         dcp.save({"optimizer": whole}, checkpoint_id=folder / "dcp")
         whole = {"names": list(whole["state"])}
     elif script.fused:
@@ -45,14 +45,14 @@ def save(script: Script, way: str, folder: Path) -> None:
 def load(script: Script, way: str, folder: Path) -> None:
     model, whole = torch.load(folder / "whole.pt")
     script.module.load_state_dict(model)
-    if way != "distributed":
+    if "distributed" not in way:
         script.opt.load_state_dict(whole)
         return
-    state = {"optimizer": get_optimizer_state_dict(script.net, script.opt)}
+    state = {"optimizer": get_optimizer_state_dict(script.module, script.opt)}
     # Parameters that were never used are not in the checkpoint.
     planner = DefaultLoadPlanner(allow_partial_load=True)
     dcp.load(state, checkpoint_id=folder / "dcp", planner=planner)
-    set_optimizer_state_dict(script.net, script.opt, optim_state_dict=state["optimizer"])
+    set_optimizer_state_dict(script.module, script.opt, optim_state_dict=state["optimizer"])
     if script.fused:
         return
     # They get what torch's step with gradients of zero has made to have something to load into:
@@ -73,7 +73,7 @@ def leg(
     for fused in (False, True):
         script = Script(context, setup, fused)
         script.batches = 1000 * number
-        source = not fused if way == "crossed" else fused
+        source = not fused if "crossed" in way else fused
         if number:
             load(script, way, Path(path) / f"{number} {source}")
         execute(program)(script)
@@ -115,7 +115,8 @@ def draw_leg(choose: Choices) -> Program:
 
 
 def draw(choose: Choices, where: str) -> Trip:
-    optimizer, mode = choose.choice(["SGD", "Adam", "AdamW"]), choose.choice(["ddp", "overlap"])
+    optimizer = choose.choice(["SGD", "Adam", "AdamW"])
+    mode = choose.choice(["ddp", "overlap", "manual"])
     legs = tuple((int(size), draw_leg(choose)) for size in where.split(" to "))
     return Trip(Setup(optimizer, mode, graph="find_unused"), choose.choice(WAYS), legs)
 
