@@ -26,6 +26,7 @@ import _steps as steps
 import _words as words
 import between_hosts
 import collectives as ops
+import llm
 import many_hosts as many
 import serve_gloo
 from _harness import (
@@ -282,6 +283,7 @@ BARS = (
     ("data_parallel", "data_parallel_p2"),
     ("model_parallel", "model_parallel_p2"),
     ("pipeline_parallel", "pipeline_parallel_p4"),
+    ("llm", "llm_p2"),
     ("compress", "compress_p2"),
     ("compress_kernels", "compress_kernels_p1"),
 )
@@ -360,8 +362,8 @@ def readme() -> str:
         "transformer, 10 M parameters; memory kept": (training, "transformer", 38373416, arms),
         "CNN, bound by its arithmetic; memory kept": (training, "cnn", 454952, arms),
         "decoding one token, 8 layers of width 1,024": (
-            rows_of("model_parallel_p2"), "decode", 4096,
-            ("gloo DTensor", "fused DTensor", "fused styles"),
+            rows_of("llm_p2"), "decode", 4 * llm.WIDTH,
+            ("DTensor on gloo", "DTensor on fused", llm.OURS),
         ),
     }  # fmt: skip
     ours = "`fusedpg.optim.AdamW`; for decoding `fusedpg.tensor_parallel`"
@@ -373,6 +375,20 @@ def readme() -> str:
     return (
         f"{text}\n\nThe first row is of another day, on which Gloo took {kept[0]} ms and fusedpg "
         f"{kept[1]} with memory kept: compare within a row."
+    )
+
+
+def serve_llama() -> str:
+    rows = rows_of("llm_p2")
+    cases = {
+        f"{what}, {dtype}": (case, count * llm.WIDTH * size)
+        for case, count, what in (("decode", 1, "one token"), ("prefill", 256, "256 tokens"))
+        for dtype, size in (("float32", 4), ("bfloat16", 2))
+    }
+    arms = dict.fromkeys(row.arm for row in rows if row.case == "decode")
+    return markdown(
+        ["ms", *cases],
+        ([arm, *(ms(get(rows, *case, arm)) for case in cases.values())] for arm in arms),
     )
 
 
@@ -410,6 +426,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "planned_2": lambda: planned(2),
     "served": lambda: serve_gloo.summary(serve_gloo.load(RESULTS / "served/programs.json")),
     "served_steps": served_steps,
+    "serve_llama": serve_llama,
     "tensor_parallel": lambda: by_case(rows_of("tensor_parallel_p2"), "gloo"),
 }
 SHOWN = re.compile(rf"/{FIGURES.relative_to(ROOT).as_posix()}/([\w/]+\.png)\)")
