@@ -21,7 +21,7 @@
 #include "base/error.hpp"
 #include "c10d/default_kernels.hpp"
 #include "c10d/tensor_memory.hpp"
-#include "compress/messages.hpp"
+#include "compress/codecs.hpp"
 #include "compress/select.hpp"
 #include "kernels/kernels.hpp"
 
@@ -92,23 +92,25 @@ void check_ranks(const char* op, const char* argument, size_t found, size_t n) {
           found));
 }
 
-size_t bucket_size_of(const char* op, int64_t size) {
-  TORCH_CHECK_VALUE(
-      size >= 0,
-      formatted(
-          "fused: compress.{}: bucket_size is at least 0, got {}", op, size));
-  return static_cast<size_t>(size);
-}
-
-Levels levels_of(const char* op, int64_t levels) {
+compress::CodecPtr quantiser(
+    const char* op,
+    int64_t levels,
+    int64_t bucket_size) {
   TORCH_CHECK_VALUE(
       levels >= 1 && levels <= 32767,
       formatted(
           "fused: compress.{}: levels is 1 to 32767, got {}", op, levels));
-  Levels result;
-  result.levels = static_cast<int>(levels);
-  result.wide = levels > 127;
-  return result;
+  TORCH_CHECK_VALUE(
+      bucket_size >= 0,
+      formatted(
+          "fused: compress.{}: bucket_size is at least 0, got {}",
+          op,
+          bucket_size));
+  Levels all;
+  all.levels = static_cast<int>(levels);
+  all.wide = levels > 127;
+  return compress::quantiser(
+      compress_table(), all, static_cast<size_t>(bucket_size));
 }
 
 void check_index(const char* op, int64_t index, int64_t numel) {
@@ -346,209 +348,35 @@ class Outs {
 
 // --- codecs: a code for each element, and some scales -----------------------
 
-// A parameter's codes and scales, of all ranks.
-struct Received {
-  std::vector<const uint8_t*> codes;
-  std::vector<const float*> scales;
-  float alpha;
-
-  size_t ranks() const {
-    return codes.size();
+at::ScalarType type_of(const compress::Codec& codec) {
+  switch (codec.type()) {
+    case compress::CodeType::kInt8:
+      return at::kChar;
+    case compress::CodeType::kInt16:
+      return at::kShort;
+    default:
+      return at::kByte;
   }
-};
+}
 
-// A row of the table of codecs: what a message has of a parameter, how it comes
-// there, and what comes of it. A row has, beside what may be as here,
-//   size_t codes(size_t count) const;  // how many of that type
-//   void decode(float* out, size_t count, const Received& from) const;
-// which sets out to alpha * the sum of what the ranks have sent, and
-//   std::optional<SignValues> encode(
-//       const Compensation& v, size_t count, const SignValues* owed,
-//       const RandomBits& random, void* codes, float* scales) const;
-// which returns the values of clear bits and of set ones, if these are still to
-// be subtracted from the residual (see compress::pack_signs).
-struct Codec {
-  at::ScalarType type() const {
-    return at::kByte;
-  }
-  size_t scales(size_t /*count*/) const {
-    return 1;
-  }
-};
-
-// Bits, and the values that they stand for: one with either sign, or two.
-struct Signs : Codec {
-  Signs(bool two, bool scaled) : two(two), scaled(scaled) {}
-
-  size_t codes(size_t count) const {
-    return compress::bytes_of_signs(count);
-  }
-
-  size_t scales(size_t) const {
-    return two ? 2 : 1;
-  }
-
-  std::optional<SignValues> encode(
-      const Compensation& v,
-      size_t count,
-      const SignValues* owed,
-      const RandomBits&,
-      void* codes,
-      float* scales) const {
-    auto* packed = static_cast<uint8_t*>(codes);
-    const auto& table = compress_table();
-    const SignValues sent = two
-        ? compress::pack_sides(table, v, owed, count, packed)
-        : compress::pack_signs(table, v, owed, count, scaled, packed);
-    scales[0] = two ? sent.low : sent.high;
-    if (two) {
-      scales[1] = sent.high;
-    }
-    return sent;
-  }
-
-  void decode(float* out, size_t count, const Received& from) const {
-    std::vector<SignValues> values;
-    values.reserve(from.ranks());
-    for (const float* one : from.scales) {
-      const float low = two ? one[0] : -one[0];
-      values.push_back({from.alpha * low, from.alpha * one[two ? 1 : 0]});
-    }
-    compress_table().unpack_signs(
-        out, from.codes.data(), values.data(), values.size(), count);
-  }
-
-  bool two;
-  bool scaled;
-};
-
-// Levels of a norm, of which every bucket has one.
-struct Quantiser : Codec {
-  Quantiser(const char* op, int64_t levels, int64_t bucket_size)
-      : levels(levels_of(op, levels)),
-        bucket(bucket_size_of(op, bucket_size)) {}
-
-  at::ScalarType type() const {
-    return levels.wide ? at::kShort : at::kChar;
-  }
-
-  size_t codes(size_t count) const {
-    return count;
-  }
-
-  size_t scales(size_t count) const {
-    return compress::buckets_of(bucket, count);
-  }
-
-  std::optional<SignValues> encode(
-      const Compensation& v,
-      size_t count,
-      const SignValues*,
-      const RandomBits& random,
-      void* codes,
-      float* scales) const {
-    compress::quantise(
-        compress_table(), v, count, levels, bucket, random, codes, scales);
-    return std::nullopt;
-  }
-
-  void decode(float* out, size_t count, const Received& from) const {
-    compress::dequantise(
-        compress_table(),
-        out,
-        count,
-        from.ranks(),
-        levels,
-        bucket,
-        from.alpha,
-        [&](size_t r) { return reinterpret_cast<const char*>(from.codes[r]); },
-        [&](size_t r) { return from.scales[r]; });
-  }
-
-  Levels levels;
-  size_t bucket;
-};
-
-// -1, 0 or 1 times a scale.
-struct Ternary : Codec {
-  explicit Ternary(double clip_sigma = 0) : clip_sigma(clip_sigma) {}
-
-  size_t codes(size_t count) const {
-    return compress::bytes_of_ternary(count);
-  }
-
-  std::optional<SignValues> encode(
-      const Compensation& v,
-      size_t count,
-      const SignValues*,
-      const RandomBits& random,
-      void* codes,
-      float* scales) const {
-    auto* packed = static_cast<uint8_t*>(codes);
-    *scales = compress::pack_ternary(
-        compress_table(), v, count, clip_sigma, random, packed);
-    return std::nullopt;
-  }
-
-  void decode(float* out, size_t count, const Received& from) const {
-    compress::unpack_ternary(
-        compress_table(),
-        out,
-        count,
-        from.ranks(),
-        from.alpha,
-        [&](size_t r) { return from.codes[r]; },
-        [&](size_t r) { return *from.scales[r]; });
-  }
-
-  double clip_sigma;
-};
-
-// Powers of two.
-struct Powers : Codec {
-  size_t codes(size_t count) const {
-    return count;
-  }
-
-  size_t scales(size_t) const {
-    return 0;
-  }
-
-  std::optional<SignValues> encode(
-      const Compensation& v,
-      size_t count,
-      const SignValues*,
-      const RandomBits& random,
-      void* codes,
-      float*) const {
-    compress_table().natural(v, count, random, static_cast<uint8_t*>(codes));
-    return std::nullopt;
-  }
-
-  void decode(float* out, size_t count, const Received& from) const {
-    compress::unpack_powers(
-        compress_table(), out, count, from.ranks(), from.alpha, [&](size_t r) {
-          return from.codes[r];
-        });
-  }
-};
-
-template <typename Row>
-int64_t codes_of(const Row& codec, const Numbers& numels) {
+// How many codes, or scales, all parameters have.
+int64_t total_of(
+    const compress::Codec& codec,
+    size_t (compress::Codec::*number)(size_t) const,
+    const Numbers& numels) {
   size_t total = 0;
   for (const int64_t numel : numels) {
-    total += codec.codes(static_cast<size_t>(numel));
+    total += (codec.*number)(static_cast<size_t>(numel));
   }
   return static_cast<int64_t>(total);
 }
 
-template <typename Row>
-int64_t scales_of(const Row& codec, const Numbers& numels) {
-  size_t total = 0;
-  for (const int64_t numel : numels) {
-    total += codec.scales(static_cast<size_t>(numel));
-  }
-  return static_cast<int64_t>(total);
+int64_t codes_of(const compress::Codec& codec, const Numbers& numels) {
+  return total_of(codec, &compress::Codec::codes, numels);
+}
+
+int64_t scales_of(const compress::Codec& codec, const Numbers& numels) {
+  return total_of(codec, &compress::Codec::scales, numels);
 }
 
 // The part of the last message that is still in each parameter's residual: a low
@@ -615,10 +443,9 @@ void subtract_signs_(
 }
 
 // Codes and scales of all parameters. `seeds` and `offset` are of what is drawn.
-template <typename Row>
 Two encode(
     const char* op,
-    const Row& codec,
+    const compress::Codec& codec,
     Unit& unit,
     const OneOrEach<uint64_t>& seeds,
     uint64_t offset,
@@ -628,7 +455,7 @@ Two encode(
   const Each<uint64_t> seed(op, "seed", seeds, numels);
   const Owed owing(op, owed, owes, numels);
   Two sent{
-      made(codes_of(codec, numels), codec.type()),
+      made(codes_of(codec, numels), type_of(codec)),
       made(scales_of(codec, numels), at::kFloat)};
   auto* codes = static_cast<uint8_t*>(std::get<0>(sent).data_ptr());
   float* scales = floats(std::get<1>(sent));
@@ -652,10 +479,9 @@ Two encode(
 }
 
 // outs = alpha * the sum of what `codes` and `scales`, of each rank, stand for.
-template <typename Row>
 void decode(
     const char* op,
-    const Row& codec,
+    const compress::Codec& codec,
     const OneOrMore& outs,
     const Tensors& codes,
     const Tensors* scales,
@@ -666,11 +492,11 @@ void decode(
       op, "scales", scales ? scales->size() : codes.size(), codes.size());
   const int64_t wanted = codes_of(codec, to.numels());
   const int64_t wanted_scales = scales_of(codec, to.numels());
-  Received from{{}, {}, static_cast<float>(alpha)};
+  compress::Received from{{}, {}, static_cast<float>(alpha)};
   from.codes.reserve(codes.size());
   from.scales.reserve(codes.size());
   for (size_t r = 0; r < codes.size(); ++r) {
-    check(op, "codes", codes[r], codec.type(), wanted);
+    check(op, "codes", codes[r], type_of(codec), wanted);
     from.codes.push_back(
         static_cast<const uint8_t*>(codes[r].const_data_ptr()));
     if (scales != nullptr) {
@@ -700,8 +526,8 @@ Two signs(
     const MaybeTensor& owed,
     bool owes) {
   Unit unit("signs", grads, residual, beta, gamma, numels);
-  return encode(
-      "signs", Signs(false, scaled), unit, uint64_t{0}, 0, owed, owes);
+  const auto codec = compress::signs(compress_table(), /*two=*/false, scaled);
+  return encode("signs", *codec, unit, uint64_t{0}, 0, owed, owes);
 }
 
 Two onebit(
@@ -713,7 +539,8 @@ Two onebit(
     const MaybeTensor& owed,
     bool owes) {
   Unit unit("onebit", grads, residual, beta, gamma, numels);
-  return encode("onebit", Signs(true, true), unit, uint64_t{0}, 0, owed, owes);
+  const auto codec = compress::signs(compress_table(), /*two=*/true, true);
+  return encode("onebit", *codec, unit, uint64_t{0}, 0, owed, owes);
 }
 
 // values: of each rank, of each parameter, a scale or with `two` two means.
@@ -724,8 +551,8 @@ void unpack_signs_(
     bool two,
     double alpha,
     const MaybeNumbers& numels) {
-  decode(
-      "unpack_signs_", Signs(two, true), outs, packed, &values, alpha, numels);
+  const auto codec = compress::signs(compress_table(), two, true);
+  decode("unpack_signs_", *codec, outs, packed, &values, alpha, numels);
 }
 
 Two qsgd(
@@ -739,8 +566,8 @@ Two qsgd(
     int64_t bucket_size,
     const MaybeNumbers& numels) {
   Unit unit("qsgd", grads, residual, beta, gamma, numels);
-  const Quantiser codec("qsgd", levels, bucket_size);
-  return encode("qsgd", codec, unit, seeds, offset);
+  const auto codec = quantiser("qsgd", levels, bucket_size);
+  return encode("qsgd", *codec, unit, seeds, offset);
 }
 
 void unqsgd_(
@@ -751,8 +578,8 @@ void unqsgd_(
     double alpha,
     int64_t bucket_size,
     const MaybeNumbers& numels) {
-  const Quantiser codec("unqsgd_", levels, bucket_size);
-  decode("unqsgd_", codec, outs, codes, &norms, alpha, numels);
+  const auto codec = quantiser("unqsgd_", levels, bucket_size);
+  decode("unqsgd_", *codec, outs, codes, &norms, alpha, numels);
 }
 
 Two terngrad(
@@ -765,7 +592,8 @@ Two terngrad(
     double gamma,
     const MaybeNumbers& numels) {
   Unit unit("terngrad", grads, residual, beta, gamma, numels);
-  return encode("terngrad", Ternary(clip_sigma), unit, seeds, offset);
+  const auto codec = compress::ternary(compress_table(), clip_sigma);
+  return encode("terngrad", *codec, unit, seeds, offset);
 }
 
 void unterngrad_(
@@ -774,7 +602,8 @@ void unterngrad_(
     const Tensors& scales,
     double alpha,
     const MaybeNumbers& numels) {
-  decode("unterngrad_", Ternary(), outs, packed, &scales, alpha, numels);
+  const auto codec = compress::ternary(compress_table());
+  decode("unterngrad_", *codec, outs, packed, &scales, alpha, numels);
 }
 
 at::Tensor natural(
@@ -786,7 +615,8 @@ at::Tensor natural(
     double gamma,
     const MaybeNumbers& numels) {
   Unit unit("natural", grads, residual, beta, gamma, numels);
-  return std::get<0>(encode("natural", Powers(), unit, seeds, offset));
+  const auto codec = compress::powers(compress_table());
+  return std::get<0>(encode("natural", *codec, unit, seeds, offset));
 }
 
 void unnatural_(
@@ -794,7 +624,8 @@ void unnatural_(
     const Tensors& codes,
     double alpha,
     const MaybeNumbers& numels) {
-  decode("unnatural_", Powers(), outs, codes, nullptr, alpha, numels);
+  const auto codec = compress::powers(compress_table());
+  decode("unnatural_", *codec, outs, codes, nullptr, alpha, numels);
 }
 
 void vote_signs_(
@@ -1010,29 +841,20 @@ void scatter_(
   check_ranks(op, "values", values.size(), ranks);
   check_ranks(op, "counts", given ? given->size() : ranks, ranks);
   std::vector<Numbers> counts(ranks);
-  std::vector<compress::Picked> rest(ranks);
+  std::vector<compress::Picked> next(ranks);
   for (size_t r = 0; r < ranks; ++r) {
     const MaybeNumbers mine = given ? MaybeNumbers((*given)[r]) : std::nullopt;
     counts[r] = counts_of(op, mine, indices[r], to.numels());
     check(op, "values", values[r], at::kFloat, indices[r].numel());
-    rest[r].indices = indices[r].const_data_ptr<int32_t>();
-    rest[r].values = values[r].const_data_ptr<float>();
+    next[r].indices = indices[r].const_data_ptr<int32_t>();
+    next[r].values = values[r].const_data_ptr<float>();
   }
-  std::vector<compress::Picked> next(ranks);
   to.each([&](size_t n, float* out, size_t count) {
-    const auto wrong = compress::scatter(
-        out,
-        count,
-        ranks,
-        static_cast<float>(alpha),
-        next.data(),
-        [&](size_t r) {
-          compress::Picked mine = rest[r];
-          mine.count = static_cast<size_t>(counts[r][n]);
-          rest[r].indices += mine.count;
-          rest[r].values += mine.count;
-          return mine;
-        });
+    for (size_t r = 0; r < ranks; ++r) {
+      next[r].count = static_cast<size_t>(counts[r][n]);
+    }
+    const auto wrong =
+        compress::scatter(out, count, static_cast<float>(alpha), next);
     if (wrong) {
       check_index(op, *wrong, static_cast<int64_t>(count));
     }

@@ -5,8 +5,6 @@
 #include <cmath>
 #include <functional>
 
-#include "compress/messages.hpp"
-
 namespace fusedpg::compress {
 
 namespace {
@@ -164,11 +162,8 @@ bool take_above(
       found.indices.resize(2 * (size + room));
       found.values.resize(2 * (size + room));
     }
-    Compensation part = v;
-    part.grad += v.grad == nullptr ? 0 : begin;
-    part.residual += v.residual == nullptr ? 0 : begin;
     const size_t now = table.collect(
-        part,
+        part_of(v, begin),
         n,
         bound,
         static_cast<uint32_t>(begin),
@@ -261,11 +256,8 @@ Selected first_equal(
     const size_t n = std::min(kPart, count - begin);
     size_t now = n;
     if (bound > 0) {
-      Compensation v = left;
-      v.grad += left.grad == nullptr ? 0 : begin;
-      v.residual += left.residual == nullptr ? 0 : begin;
       now = table.collect(
-          v,
+          part_of(left, begin),
           n,
           bound - 1,
           static_cast<uint32_t>(begin),
@@ -392,6 +384,38 @@ void above(
     give_back(v.residual, found);
     top_k(table, written(v), count, at_least, found);
   }
+}
+
+std::optional<int64_t> scatter(
+    float* out,
+    size_t count,
+    float alpha,
+    std::vector<Picked>& ranks) {
+  constexpr size_t kPart = 1 << 15;
+  const auto bound = static_cast<uint32_t>(count);
+  for (size_t begin = 0; begin < count; begin += kPart) {
+    const size_t end = std::min(begin + kPart, count);
+    std::fill(out + begin, out + end, 0.0F);
+    for (Picked& rest : ranks) {
+      size_t n = 0;
+      for (; n < rest.count && rest.indices[n] < static_cast<int64_t>(end);
+           ++n) {
+        if (static_cast<uint32_t>(rest.indices[n]) >= bound) {
+          return rest.indices[n];
+        }
+        out[rest.indices[n]] += alpha * rest.values[n];
+      }
+      rest.indices += n;
+      rest.values += n;
+      rest.count -= n;
+    }
+  }
+  for (const Picked& rest : ranks) {
+    if (rest.count != 0) {
+      return rest.indices[0];
+    }
+  }
+  return std::nullopt;
 }
 
 } // namespace fusedpg::compress

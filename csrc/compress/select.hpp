@@ -2,11 +2,12 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "kernels/compress.hpp"
 
-// Selects the elements of a gradient that are sent.
+// Selects the elements of a gradient that are sent, and adds up those of ranks.
 namespace fusedpg::compress {
 
 struct Selected {
@@ -35,5 +36,22 @@ void above(
     float threshold,
     size_t at_least,
     Selected& found);
+
+// Some elements of a rank, and which these are.
+struct Picked {
+  const int32_t* indices = nullptr;
+  const float* values = nullptr;
+  size_t count = 0;
+};
+
+// out = alpha * the sum of what the ranks have sent; the rest is 0. Part by part,
+// for which indices are best in order; in any other one the sums are the same but
+// for the order of ranks. Goes behind what it has read. Returns an index that is
+// out of bounds, if there is one.
+std::optional<int64_t> scatter(
+    float* out,
+    size_t count,
+    float alpha,
+    std::vector<Picked>& ranks);
 
 } // namespace fusedpg::compress

@@ -16,6 +16,18 @@ struct Compensation {
   float gamma = 1;
 };
 
+// v once a kernel has written it to the residual.
+inline Compensation written(const Compensation& v) {
+  return v.residual == nullptr ? v : Compensation{nullptr, v.residual};
+}
+
+// Elements from `begin` on.
+inline Compensation part_of(Compensation v, size_t begin) {
+  v.grad += v.grad == nullptr ? 0 : begin;
+  v.residual += v.residual == nullptr ? 0 : begin;
+  return v;
+}
+
 // Values of clear and set bits of packed signs.
 struct SignValues {
   float low = 0;
