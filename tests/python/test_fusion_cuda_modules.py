@@ -23,10 +23,9 @@ import fusedpg
 import harness
 from checks import cuda_programs
 from checks import fusion as checks
-from checks.cases import digest
 from checks.compiled import compiles, done
 from checks.cuda_order import EARLY, Scene, captured
-from checks.cuda_programs import CPU, FUSED, Partial, Replicate, Shard, drawn, kernels, text_of
+from checks.cuda_programs import FUSED, Partial, Replicate, text_of
 from checks.refused import refused
 from fusedpg import fusion
 from fusedpg.fusion import codegen_cuda, nvrtc
@@ -285,71 +284,6 @@ def unloaded(context: Context) -> None:
         counts(2, 2)
 
 
-# --- masks ----------------------------------------------------------------------------------------
-
-
-def _masked(g: Partial, w: Replicate, m: Shard, row: Replicate, first: int, second: int) -> Any:
-    x = fusion.all_reduce(g, "mean")
-    kept = fusion.dropout(x + w * row, 0.3, first)
-    mask = ((x > w) | (kept == 0)) & ~(x != x)
-    y = torch.where(mask, kept, torch.maximum(x, w))
-    z = fusion.dropout(torch.where(y <= row, w, 0.5), 0.6, second)
-    less = m < x
-    return y, z, torch.where(less, y, m), less
-
-
-_SEEDS = (2**40 + 3, 17)
-
-
-def _flags(g: Partial, w: Replicate) -> Any:
-    x = fusion.all_reduce(g, "sum")
-    return x > w, torch.where(x > w, x, w)
-
-
-def _same(got: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
-    equal = (got == wanted) | ((got != got) & (wanted != wanted))
-    assert bool(equal.all()), f"{what}: {got[~equal][:4]} for {wanted[~equal][:4]}"
-
-
-def masks(
-    context: Context,
-    dtype: torch.dtype,
-    device: torch.device = CPU,
-    group: dist.ProcessGroup | None = None,
-) -> str:
-    """What follows from masks and is gathered: the CPU engine's values; a digest of their bits."""
-    size, rank, shape = context.world_size, context.rank, (33, 259)
-    g, (w,) = drawn(shape, size, 11, dtype), drawn(shape, 1, 12, dtype)
-    (whole,), (row,) = drawn((w.numel(),), 1, 13, dtype), drawn(shape[1:], 1, 14, dtype)
-    for at, value in enumerate((float("nan"), float("inf"), float("-inf"))):
-        g[0].view(-1)[at + 5 :: 97] = value
-    m = checks.shard(whole, size, rank)
-    given = (g[rank], w, m, row)
-    there = [tensor.to(device) for tensor in given]
-    run = fusedpg.fuse(_masked).scheduled(*FUSED)
-    flags = fusedpg.fuse(_flags).scheduled(*FUSED)
-    cpu = dist.new_group(backend="fused", pg_options=fusedpg.Options())
-    with compiles(context):
-        wanted, before = run(*given, *_SEEDS, group=cpu), kernels(group)
-        got = [result.cpu() for result in run(*there, *_SEEDS, group=group)]
-        assert kernels(group) == before + 1, "it did not run as a kernel"
-        # Masks themselves that all get: not as a kernel, and no less right.
-        known = flags(g[rank], w, group=cpu)
-        seen = [result.cpu() for result in flags(*there[:2], group=group)]
-        assert kernels(group) == before + 1
-        shown = flags.generated(g[rank], w, world_size=size, device="cuda")
-    assert kernels(cpu) == 2, "the CPU's engine did not compute it"
-    dist.destroy_process_group(cpu)
-    assert "a mask that all ranks get is not generated for GPUs" in shown, shown
-    names = ("y", "z", "slice", "mask", "flag", "where")
-    for name, one, other in zip(names, (*got, *seen), (*wanted, *known), strict=True):
-        assert one.dtype == other.dtype and one.shape == other.shape, name
-        _same(one, other, name)
-    assert all(0 < int(x.sum()) < x.numel() for x in (got[3], seen[0])), "a mask of one kind"
-    assert 0.5 < float((got[1] == 0).double().mean()) < 0.7
-    return digest([got[0], got[1], *seen])
-
-
 # --- faults in the text ---------------------------------------------------------------------------
 
 
@@ -427,7 +361,7 @@ def test_unloaded() -> None:
     ids=str,
 )
 def test_masks(size: int, dtype: torch.dtype) -> None:
-    assert len(set(gpus(size).run(masks, dtype))) == 1, "ranks have other bits"
+    assert len(set(gpus(size).run(cuda_programs.masks, dtype))) == 1, "ranks have other bits"
 
 
 def in_chunks(context: Context) -> None:
@@ -462,7 +396,7 @@ class Mutant(NamedTuple):
 
 
 EXACT = (cuda_programs.exact, (torch.float32, "add"))
-MASKS = (masks, (torch.float32,))
+MASKS = (cuda_programs.masks, (torch.float32,))
 MUTANTS = [
     Mutant("tail is one short", "if (i < count) {", "if (i + 1 < count) {", *EXACT),
     Mutant("all blocks at one tile", "u64(blockIdx.x) * kTile", "u64(0)", *EXACT),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from checks import cuda_modules, cuda_programs
+from checks import cuda_programs
 from checks.cuda_programs import CLOSE, EXACT
 from gpu_checks.device import DEVICE, group_of
 from harness import Context
@@ -21,4 +21,4 @@ def close(context: Context, dtype: torch.dtype) -> dict[str, float]:
 
 
 def masks(context: Context, dtype: torch.dtype) -> str:
-    return cuda_modules.masks(context, dtype, DEVICE, group_of(context))
+    return cuda_programs.masks(context, dtype, DEVICE, group_of(context))
