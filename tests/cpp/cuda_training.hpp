@@ -100,6 +100,9 @@ class GpuTraining {
     for (size_t t = 0; t < memory_->parts.size(); ++t) {
       arrive(memory_->parts[t].grad, gradient(t, r_.rank));
     }
+    for (GpuBuffer& output : memory_->outputs) { // that no step has written to
+      arrive(output, Bytes(output.bytes(), 0x5a));
+    }
     call.used = nullptr;
     if (uses) {
       Bytes flags;
