@@ -89,13 +89,9 @@ ARMS = {
     "fused, apart": "product, then sum",
     "fused, overlap": "rows summed while others are multiplied",
     "fused, auto": "what overlap=None chooses",
-    "gloo DTensor": "torch's styles, Gloo",
-    "fused DTensor": "torch's styles, fused",
     "fused styles": "fusedpg.tensor_parallel",
     "gloo DTensor, sequence": "torch's styles with SequenceParallel, Gloo",
     "fused styles, sequence": "fusedpg.tensor_parallel with SequenceParallel",
-    "one rank": "the whole model on one rank",
-    "one rank, all threads": "the whole model in one process with all ranks' threads",
     "all_reduce alone": "the all_reduce alone",
     # pipeline_parallel
     "gloo all_reduce + send": "Gloo: all_reduce, operations, send",
@@ -105,8 +101,8 @@ ARMS = {
     "stage 0 alone": "what stage 0 computes, without the send",
     "one by one": "each waited for",
     "two on their way": "the next begun before each wait",
-    # tensor_parallel
-    "fused by hand": "fused, by hand: no DTensor",
+    # llm
+    "layers": "fusedpg.tensor_parallel",
     "no communication": "DTensor that communicates nothing",
     "shards alone": "the arithmetic alone",
 }
@@ -142,7 +138,15 @@ LIMITS = (
     *("optimizer alone", "step's bound", "all_reduce alone", "no communication"),
     *("shards alone", "fake functional"),
 )
-PEERS = ("a", "b", "c", "open mpi", "one rank", "one rank, all threads", "plain torch")
+PEERS = (
+    "a",
+    "b",
+    "c",
+    "open mpi",
+    "plain torch",
+    "one process, 1 thread",
+    "one process, all threads",
+)
 BEGIN_OF_PEERS = ("gloo", "deepspeed", "nccl", "torch.", "reduce_scatter, ")
 
 BEST = "best of f, g"
@@ -168,6 +172,6 @@ def whose(name: str) -> str:
     name = name.removesuffix(KEPT)
     if name in LIMITS:
         return LIMIT
-    if name in PEERS or name.startswith(BEGIN_OF_PEERS):
+    if name in PEERS or name.startswith(BEGIN_OF_PEERS) or name.endswith(" on gloo"):
         return PEER
     return OURS

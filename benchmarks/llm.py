@@ -11,8 +11,10 @@ Three parts; the arms of each run in turn:
             the others sleep. "tp_plan on": the plan that transformers has for the model, on either
             backend. "DTensor on": torch's styles of a plan. "layers": the same plan with our
             styles. "plain lines on": weights cut by hand, and `dist.all_reduce` in a forward hook
-            behind o_proj and down_proj. All arms choose the same tokens (bfloat16: their scores
-            are close), or the benchmark ends before it times anything
+            behind o_proj and down_proj. "no communication": DTensor on torch's backend "fake",
+            whose operations do nothing; "shards alone": the plain lines without their sums. All
+            other arms choose the same tokens (bfloat16: their scores are close), or the benchmark
+            ends before it times anything
     prefill the same arms, for the first token behind a prompt of `--prompt` tokens
     layers  one layer of width x width, without gradients: ours and the plain lines of the same
             numbers (`F.linear`, `dist.all_reduce`, `+=`, the norm), bit for bit. "plain lines
@@ -49,6 +51,7 @@ from _harness import Bar, Context, Row
 PLAIN, AGAIN, OURS = "plain lines on fused", "plain lines again", "layers"
 ALONE, ALONE_THREADS = "one process, 1 thread", "one process, all threads"
 DTYPES = ("float32", "bfloat16")
+SILENT, SHARDS = "no communication", "shards alone"
 PARTS = ("layers", "decode", "prefill", "dispatch")
 TOKENS = (1, 16, 256)
 WIDTH = 1024
@@ -74,7 +77,14 @@ def main() -> int:
 
 def bars(width: int = WIDTH) -> list[Bar]:
     """No layer and no model is slower than its plain lines."""
-    found = []
+    token = 4 * width
+    found = [
+        Bar(2, "decode", OURS, token, "DTensor on gloo", at_least=2),
+        Bar(2, "decode", "DTensor on fused", token, "DTensor on gloo", at_least=1.6),
+        Bar(2, "decode", "tp_plan on fused", token, "tp_plan on gloo", at_least=1.5),
+        Bar(2, "decode", OURS, token, ALONE, at_most=1),
+        Bar(2, "prefill", OURS, token * 256, "DTensor on gloo", at_least=1.2),
+    ]
     for dtype in DTYPES:
         token = width * getattr(torch, dtype).itemsize
         cases = [("decode", token), *((kind, token * n) for kind in KINDS for n in TOKENS)]
@@ -179,7 +189,7 @@ def llama(args: argparse.Namespace, dtype: torch.dtype) -> Any:
         intermediate_size=args.width * 11 // 4,
         num_hidden_layers=args.layers,
         num_attention_heads=args.width // 64,
-        num_key_value_heads=4,
+        num_key_value_heads=min(4, args.width // 64),
         dtype=dtype,
     )
     return LlamaForCausalLM(config).to(dtype).eval()
@@ -191,13 +201,13 @@ def spread(model: Any, styles: Any, group: dist.ProcessGroup) -> Any:
     return torch_styles.parallelize_module(model, DeviceMesh.from_group(group, "cpu"), plan)
 
 
-def by_hand(model: Any, group: dist.ProcessGroup, context: Context) -> Any:
+def by_hand(model: Any, group: dist.ProcessGroup | None, context: Context) -> Any:
     for layer in model.model.layers:
         for dim, names in ((0, COLUMNS), (1, ROWS)):
             for name in names:
                 linear = layer.get_submodule(name)
                 linear.weight = part_of(linear.weight, dim, context)
-                if dim:
+                if dim and group is not None:
                     linear.register_forward_hook(
                         lambda *args: dist.all_reduce(args[2], group=group)
                     )
@@ -257,6 +267,8 @@ def llm(part: str, context: Context, args: argparse.Namespace, dtype: torch.dtyp
             same = torch.equal(got, want) if exact else (got - want).norm() < 0.02 * want.norm()
             harness.require(bool(same), f"{part}, {name}: another answer than the whole's")
 
+    models[SILENT] = spread(copy.deepcopy(whole), torch_styles, harness.fake_group())
+    models[SHARDS] = by_hand(copy.deepcopy(whole), None, context)
     arms: dict[str, Callable[[], object]] = {
         name: partial(generate, model) for name, model in models.items() if model is not None
     }

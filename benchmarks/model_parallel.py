@@ -1,8 +1,8 @@
-"""Time row-parallel layers: what follows the product, overlap, and a transformer.
+"""Time row-parallel layers: what follows the product, overlap, and parts of sequences.
 
     python benchmarks/model_parallel.py --check-bars
     python benchmarks/model_parallel.py --parts epilogue --sizes 4K,16M
-    python benchmarks/model_parallel.py --parts transformer --layers 2
+    python benchmarks/model_parallel.py --parts sequence --layers 2
     python benchmarks/model_parallel.py --parts hosts --rate 1gbit --check-bars
 
 Parts:
@@ -14,18 +14,16 @@ Parts:
     overlap      a product of 512 rows, then its all_reduce + residual: one after the other, and
                  rows summed while the next are multiplied. "auto" is what `overlap=None` chooses
                  here. The inner widths are chosen around where both take alike
-    transformer  8 layers of width 1024: decoding one token, and a prefill of 256: DTensor's styles
-                 on Gloo and on fused, `fusedpg.tensor_parallel`'s styles, and the whole model on
-                 one rank while the others wait, with its own thread ("one rank"), and with those of
-                 all ranks
-    sequence     that prefill, where each rank has a part of the rows between the layers: torch's
-                 plan with SequenceParallel on Gloo, the same with ours, and ours with whole rows
+    sequence     256 rows through 8 layers of width 1024, where each rank has a part of the rows
+                 between the layers: torch's plan with SequenceParallel on Gloo, the same with
+                 ours, and ours with whole rows
     hosts        "overlap" between two hosts of one rank each, which are network namespaces whose
                  links have a rate (needs root, `ip` and `tc`; exits with 2 where that cannot be),
                  and a core. By itself, not among the default parts
 
-Results are compared with those of one process first. Dropout of (a) to (c) is torch's own, which
-draws other elements, so with p = 0 they are compared, and then timed with p = 0.1.
+benchmarks/llm.py times a whole model. Results are compared with those of one process first.
+Dropout of (a) to (c) is torch's own, which draws other elements, so with p = 0 they are compared,
+and then timed with p = 0.1.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ import _harness as harness
 from _harness import Bar, Context, Hosts, Row
 
 FEATURES, P = 1024, 0.1
-WIDTH, HEADS, KEPT, PREFILL = 1024, 16, 64, 256
+WIDTH, HEADS, PREFILL = 1024, 16, 256
 ROWS, OUT = 512, 1024
 INNER = (32, 128, 1024)  # of the products in "overlap"
 INNER_HOSTS = (512, 2048, 4096)  # in "hosts"
@@ -61,13 +59,11 @@ GLOO, OURS, COMPILED, FUSED = (
     "fused, one operation",
 )
 APART, OVERLAP, AUTO = "fused, apart", "fused, overlap", "fused, auto"
-DTENSOR_GLOO, DTENSOR, STYLES, ALONE = "gloo DTensor", "fused DTensor", "fused styles", "one rank"
-ALONE_THREADS = "one rank, all threads"
 SEQUENCE_GLOO, SEQUENCE = "gloo DTensor, sequence", "fused styles, sequence"
-PARTS = ("epilogue", "overlap", "transformer", "sequence")
+STYLES = "fused styles"
+PARTS = ("epilogue", "overlap", "sequence")
 HOSTS = "hosts"
 SIZES = ",".join(str(4 << n) for n in range(10, 25, 2))
-TOKEN = 4 * WIDTH
 
 
 def between(rate: str) -> str:
@@ -82,9 +78,6 @@ BARS = [
     *(Bar(2, "rows", AUTO, 4 * inner * OUT, APART, at_most=1.02) for inner in INNER),
     Bar(2, between("1gbit"), OVERLAP, 4 * ALIKE * OUT, APART, at_least=1.15),
     *(Bar(2, between("1gbit"), AUTO, 4 * n * OUT, APART, at_most=1.02) for n in INNER_HOSTS),
-    Bar(2, "decode", STYLES, TOKEN, DTENSOR_GLOO, at_least=2),
-    Bar(2, "decode", STYLES, TOKEN, ALONE, at_most=1),
-    Bar(2, "prefill", STYLES, TOKEN * PREFILL, DTENSOR_GLOO, at_least=1.2),
 ]
 
 
@@ -108,7 +101,7 @@ def main() -> int:
     where = Hosts(2, 1, args.rate) if args.parts == [HOSTS] else None
     rows = harness.run(measure, args, cases, title="{0[0]} {0[1]}".format, hosts=where)
     name = "model_parallel" if len(args.parts) > 1 else f"model_parallel_{args.parts[0]}"
-    return harness.finish(name, rows, args, limit=ALONE, bars=BARS)
+    return harness.finish(name, rows, args, bars=BARS)
 
 
 @torch.no_grad()
@@ -116,7 +109,6 @@ def measure(context: Context, args: argparse.Namespace, case: tuple[str, int]) -
     parts = {
         "epilogue": epilogue,
         "overlap": overlap,
-        "transformer": transformer,
         "sequence": sequence,
         HOSTS: between_hosts,
     }
@@ -214,12 +206,10 @@ def overlap(
     return harness.measure(context, arms, case=case, size=size, rounds=args.rounds)
 
 
-# --- a transformer -------------------------------------------------------------------------
+# --- parts of sequences ---------------------------------------------------------------------
 
 
 class Layer(nn.Module):
-    """A layer that keeps the keys and values of the last tokens of its heads."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
@@ -228,23 +218,14 @@ class Layer(nn.Module):
         self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
         self.adds = False  # whether o and down take the residual
 
-    def forward(self, x: Tensor, position: int) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         y = self.norm1(x)
         query, key, value = (
             part(y).unflatten(-1, (-1, WIDTH // HEADS)).transpose(0, 1)
             for part in (self.q, self.k, self.v)
         )
         count = query.shape[1]  # of x, or where that is a part of the rows, of all
-        if count == 1:
-            if not hasattr(self, "keys"):
-                self.keys = key.new_zeros(key.shape[0], KEPT, key.shape[2])
-                self.values = torch.zeros_like(self.keys)
-            slot = position % KEPT
-            self.keys[:, slot : slot + 1] = key
-            self.values[:, slot : slot + 1] = value
-            z = F.scaled_dot_product_attention(query[None], self.keys[None], self.values[None])
-        else:
-            z = F.scaled_dot_product_attention(query[None], key[None], value[None], is_causal=True)
+        z = F.scaled_dot_product_attention(query[None], key[None], value[None], is_causal=True)
         z = z[0].transpose(0, 1).reshape(count, -1)
         if self.adds:
             x = self.o(z, x)
@@ -260,12 +241,10 @@ class Model(nn.Module):
         torch.manual_seed(0)
         self.layers = nn.ModuleList(Layer() for _ in range(layers))
         self.requires_grad_(False)
-        self.position = 0
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = layer(x, self.position)
-        self.position += 1
+            x = layer(x)
         return x
 
 
@@ -298,28 +277,6 @@ def compared(
     return {name: partial(model, inputs[name]) for name, model in models.items()}
 
 
-def transformer(context: Context, args: argparse.Namespace, layers: int) -> list[Row]:
-    from fusedpg import tensor_parallel
-
-    groups = context.groups
-    models = {
-        DTENSOR_GLOO: spread(layers, groups["gloo"], torch_styles, False),
-        DTENSOR: spread(layers, groups["fused"], torch_styles, False),
-        STYLES: spread(layers, groups["fused"], tensor_parallel, True),
-    }
-    whole = Model(layers)
-    rows: list[Row] = []
-    for case, count in (("decode", 1), ("prefill", PREFILL)):
-        x = torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(1))
-        inputs = dict.fromkeys(models, x)
-        arms = compared(case, models, inputs, dict.fromkeys(models, whole(x)))
-        for name, threads in ((ALONE, 1), (ALONE_THREADS, context.world_size)):
-            arms[name] = partial(harness.alone, context, threads, partial(whole, x))
-        rounds = args.rounds if count == 1 else max(args.rounds // 3, 5)
-        rows += harness.measure(context, arms, case=case, size=TOKEN * count, rounds=rounds)
-    return rows
-
-
 def sequence(context: Context, args: argparse.Namespace, layers: int) -> list[Row]:
     from fusedpg import tensor_parallel
 
@@ -335,7 +292,7 @@ def sequence(context: Context, args: argparse.Namespace, layers: int) -> list[Ro
     wanted = dict.fromkeys(models, want.chunk(context.world_size)[context.rank]) | {STYLES: want}
     arms = compared("sequence", models, given, wanted)
     rounds = max(args.rounds // 3, 5)
-    return harness.measure(context, arms, case="sequence", size=TOKEN * PREFILL, rounds=rounds)
+    return harness.measure(context, arms, case="sequence", size=4 * WIDTH * PREFILL, rounds=rounds)
 
 
 if __name__ == "__main__":

@@ -275,7 +275,6 @@ BARS = (
     ("_apart", "optimizers_malloc_p2"),
     ("optimizers", "optimizers_step_p1 optimizers_step_p4"),
     ("async_op", "async_op_p2"),
-    ("tensor_parallel", "tensor_parallel_p2"),
     ("sparse", "sparse_p2 sparse_hosts_1gbit_p2"),
     ("new_group", "new_group_p2 new_group_p4 new_group_p8"),
     ("many_hosts", "many_hosts_p64 many_hosts_p128"),
@@ -392,6 +391,25 @@ def serve_llama() -> str:
     )
 
 
+def single_layers() -> str:
+    rows = rows_of("llm_p2")
+    columns = {
+        f"{count} token{'s' * (count > 1)}, {dtype}": count * llm.WIDTH * size
+        for dtype, size in (("float32", 4), ("bfloat16", 2))
+        for count in llm.TOKENS
+    }
+
+    def line(kind: str, arm: str) -> list[str]:
+        both = (
+            [get(rows, kind, size, a).median for a in (arm, llm.PLAIN)] for size in columns.values()
+        )
+        return [kind if arm == llm.OURS else f"{kind}: {arm}", *(f"{a / b:.2f}" for a, b in both)]
+
+    return markdown(
+        ["", *columns], (line(kind, arm) for kind in llm.KINDS for arm in (llm.OURS, llm.AGAIN))
+    )
+
+
 def served_steps() -> str:
     rows = rows_of("serve_gloo_steps_p2")
     lines = []
@@ -427,7 +445,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "served": lambda: serve_gloo.summary(serve_gloo.load(RESULTS / "served/programs.json")),
     "served_steps": served_steps,
     "serve_llama": serve_llama,
-    "tensor_parallel": lambda: by_case(rows_of("tensor_parallel_p2"), "gloo"),
+    "single_layers": single_layers,
 }
 SHOWN = re.compile(rf"/{FIGURES.relative_to(ROOT).as_posix()}/([\w/]+\.png)\)")
 TABLE = re.compile(r"(<!-- table:(\w+) -->\n).*?(<!-- /table -->)", re.DOTALL)

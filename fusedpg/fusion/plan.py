@@ -20,7 +20,7 @@ import torch.distributed as dist
 from fusedpg import _fork
 from fusedpg._agreement import Answer, answer
 from fusedpg._registration import load_extension
-from fusedpg.functional import _is_ours
+from fusedpg.functional import _backend, _is_ours
 from fusedpg.fusion import alike
 from fusedpg.fusion.captured import Captured, Reads
 from fusedpg.fusion.chunks import ChunkedCollective
@@ -180,10 +180,13 @@ class Plan:
         ranks = Ranks.of(group)
         self.size, self.rank, self._one_host = ranks.size, ranks.rank, ranks.one_host
         self.torch = TorchOps(self.size, self.rank)
-        # Whether all_gather takes slices of several lengths: Gloo's does not, nor does torch's
-        # wrapper for debugging.
-        self.uneven = device.type == "cpu" and _is_ours(group)
-        self.uneven &= dist.get_debug_level() != dist.DebugLevel.DETAIL
+        # Whether all_gather takes slices of several lengths: Gloo's and NCCL's do not, nor does
+        # torch's wrapper for debugging.
+        self.uneven = (
+            _is_ours(group)
+            and not _backend(group).on_gpu(torch.empty(0, device=device))
+            and dist.get_debug_level() != dist.DebugLevel.DETAIL
+        )
         self.number = {node: number for number, node in enumerate(program.nodes)}
         self.outputs = [self.number[node] for node in program.outputs]
         # Results that are one value are tensors of their own, as a program may write to one.

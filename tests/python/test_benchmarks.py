@@ -48,7 +48,6 @@ class Started(Exception):
         "serve_gloo steps",
         "sparse --tensor both",
         "sparse --hosts 2",
-        "tensor_parallel",
     ],
 )
 def test_commands_reach_the_ranks(command: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -451,6 +451,21 @@ def test_serves_a_llama() -> None:
     assert "2 ranks of 2 threads: the same 4 tokens on each" in done.stdout
 
 
+def test_times_a_llama() -> None:
+    """The benchmark of the documents: every arm gives the whole model's answer."""
+    need("transformers")
+    size = ["--width", "128", "--layers", "1", "--prompt", "8", "--rounds", "1", "--no-save"]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks/llm.py"), "--parts", "prefill", *size],
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("tp_plan on fused") == 2, done.stdout
+
+
 def test_the_document_shows_the_recipes() -> None:
     text = (ROOT / "docs/guides/frameworks.md").read_text()
     shown = re.findall(r"```python\n# examples/frameworks/(\w+\.py)\n", text)
