@@ -44,6 +44,8 @@ from _harness import (
 ROOT = RESULTS.parent.parent
 DOCUMENTS = (
     "README.md",
+    "docs/guides/serve-llama.md",
+    "docs/guides/tensor_parallel.md",
     "docs/evidence/benchmarks.md",
     "docs/guides/compression.md",
     "docs/guides/plan.md",
@@ -387,7 +389,7 @@ def serve_llama() -> str:
     arms = dict.fromkeys(row.arm for row in rows if row.case == "decode")
     return markdown(
         ["ms", *cases],
-        ([arm, *(ms(get(rows, *case, arm)) for case in cases.values())] for arm in arms),
+        ([words.arm(arm), *(ms(get(rows, *x, arm)) for x in cases.values())] for arm in arms),
     )
 
 
