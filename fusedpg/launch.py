@@ -135,7 +135,7 @@ def _placed(
     job_id: str,
     first_host: str | None = None,
 ) -> LaunchEnvironment:
-    """What a launcher says, with the meeting point that it leaves out."""
+    """The launcher's environment, with the meeting point that it leaves out."""
     ok = 0 <= rank < world_size and 0 <= local_rank < local_world_size <= world_size
     if not ok:
         raise RuntimeError(

@@ -19,8 +19,8 @@ namespace fusedpg::cuda {
 class LoadedProgram;
 struct Task;
 
-// What kernels of an engine may use. Where the GPU has not come to an end it
-// outlives the engine.
+// Memory that an engine's kernels may use. It outlives the engine if the GPU has not
+// come to an end.
 struct UsedByKernels {
   // Memory that both streams' work alternates between.
   struct Wire {
@@ -55,7 +55,7 @@ struct UsedByKernels {
   std::vector<std::shared_ptr<Slot>> captured_slots_; // graphs use them
   // Whose kernels run, or are in graphs: a module must not go before them.
   std::set<std::shared_ptr<const LoadedProgram>> programs_;
-  // That have failed, but whose kernels may still use their tensors.
+  // Failed operations, whose kernels may still use their tensors.
   std::deque<std::shared_ptr<Operation>> abandoned_;
   HostMemory flags_memory_;
   DeviceMemory arena_; // of the carrier, symmetric; null: none

@@ -460,7 +460,7 @@ def _caster(dtype: torch.dtype) -> Callable[..., object]:
 
 
 def _built(name: str) -> Callable[..., object]:
-    """What the Builder has by the same name and arguments."""
+    """A function that calls the Builder's method of this name."""
     return lambda lowering, *args, **kwargs: getattr(lowering.build, name)(*args, **kwargs)
 
 

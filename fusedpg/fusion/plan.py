@@ -180,8 +180,8 @@ class Plan:
         ranks = Ranks.of(group)
         self.size, self.rank, self._one_host = ranks.size, ranks.rank, ranks.one_host
         self.torch = TorchOps(self.size, self.rank)
-        # Whether all_gather takes slices of several lengths: Gloo's and NCCL's do not, nor does
-        # torch's wrapper for debugging.
+        # True if all_gather takes slices of several lengths and compares them. Gloo's and torch's
+        # wrapper for debugging take none, and NCCL compares nothing.
         self.uneven = (
             _is_ours(group)
             and not _backend(group).on_gpu(torch.empty(0, device=device))

@@ -313,7 +313,7 @@ def stand_ins(
 
 
 def _place(group: dist.ProcessGroup) -> str:
-    """What the times depend on besides the program."""
+    """The facts of a group that its times depend on."""
     try:
         info = group_info(group)
     except ValueError:  # another backend

@@ -30,7 +30,7 @@ def __getattr__(name: str) -> Any:
     public = {key: value for key, value in vars(_api).items() if not key.startswith("_")}
     if name == "__all__":
         return sorted([*public, "install", "run"])
-    # That import has put its modules here.
+    # The import of _api has made modules such as `elastic` attributes of this one.
     value = public.get(name, globals().get(name))
     if value is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -67,7 +67,7 @@ class CudaRoute : public Forwarding<Route, CudaRoute> {
   WorkPtr fused_step_(StepArguments arguments, bool async_op) override;
   WorkPtr reduce_shards_(ShardsArguments arguments, bool async_op) override;
   WorkPtr fused_program_(ProgramArguments arguments, bool async_op) override;
-  // Of generated code for the tensor's device; see CudaApi and LoadedProgram.
+  // Generated code for the tensor's device; see CudaApi and LoadedProgram.
   int program_architecture(const at::Tensor& tensor);
   std::shared_ptr<cuda::LoadedProgram> load_program(
       const std::string& image,
@@ -121,7 +121,7 @@ class CudaRoute : public Forwarding<Route, CudaRoute> {
     });
   }
   WorkPtr delegate(const at::Tensor& tensor, Delegated operation);
-  // Whether the delegate holds something back on this thread.
+  // True if the delegate holds calls back on this thread.
   bool holds_back() const;
 
   const cuda::CudaApi& cuda_api() const;
@@ -162,7 +162,7 @@ class CudaRoute : public Forwarding<Route, CudaRoute> {
   std::mutex mutex_; // of the order of calls, and of what follows
   std::shared_ptr<Arena> arena_;
   CudaOrder order_;
-  // To make the engine. Where one rank fails all do, so they count alike.
+  // Attempts to make the engine. If one rank fails, all do, so all count alike.
   int attempts_ = 0;
   std::weak_ptr<void> held_back_; // lives while a thread coalesces
 

@@ -301,7 +301,7 @@ WorkPtr CudaRoute::delegate(const at::Tensor& tensor, Delegated call) {
   const auto delegate = delegate_locked();
   const auto engine = this->engine();
   const CudaStreams streams(tensor.device(), pretend_);
-  // What is held back is waited for as a whole.
+  // Calls that are held back are waited for as a whole.
   const auto remembered = [this](const WorkPtr& work) {
     return holds_back() ? work : group_.remember(work);
   };
