@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch._dynamo
 import torch.distributed as dist
+from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers "fake"
 
 import fusedpg
 from fusedpg import hvd
@@ -169,13 +170,29 @@ def rank_main(backend: str, rank: int, ports: list[int], seed: int) -> None:
     end()
 
 
+def first_calls() -> None:
+    """Calls once what the ranks' threads call of torch.
+
+    Each operator of torch has a C++ static that its first call fills: a child that is forked while
+    another thread does so waits for it for ever, in its own first call (seen without fusedpg).
+    """
+    x = torch.full((2,), 1.0) + torch.zeros(2) * torch.ones(2)
+    expect(x.clone().copy_(x).detach(), 1)
+    expect(torch.cat([x, torch.empty(2).fill_(1)]).sum().div_(4).flatten(), 1)
+    x.view(torch.uint8).numpy()[:] = x.as_strided((2,), (1,)).contiguous().view(torch.uint8)
+    expect(x.mul_(2).sub_(1).narrow(0, 0, 1).reshape(1).view(1), 1)
+    dist.init_process_group("fake", rank=0, world_size=2)
+    for work in (dist.isend(x, 1), dist.irecv(x, 1), dist.all_reduce(x, async_op=True)):
+        work.wait()
+    dist.group.WORLD._allgather_base(torch.empty(4), x).wait()
+    dist.destroy_process_group()
+
+
 def main() -> None:
     layout, backend, count, seed = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     ports = [free_port() for _ in range(count + 1)]
     torch.set_num_threads(1)
-    # What torch does once in a process, when it first fills memory: a child that is forked from
-    # another thread meanwhile waits for it for ever.
-    expect(torch.full((2,), 1.0) + torch.zeros(2), 1)
+    first_calls()
     os.environ["FUSEDPG_SERVE_GLOO"] = "1" if backend == "gloo" else "0"
     ranks = []
     for rank in range(2):
