@@ -131,87 +131,57 @@ py::dict stats_dict(const Stats& stats, const Waits& waits, int rank) {
   return all;
 }
 
-void bind_options(py::module_& m) {
+// One of the engine's options, and its name in Python.
+template <typename Value>
+struct EngineOption {
+  // Python's integers have a sign.
+  using Given = std::optional<
+      std::conditional_t<std::is_same_v<Value, size_t>, int64_t, Value>>;
+
+  const char* name;
+  std::optional<Value> fusedpg::Options::* member;
+
+  void set(fusedpg::Options& to, const Given& value) const {
+    if constexpr (std::is_same_v<Value, size_t>) {
+      TORCH_CHECK_VALUE(
+          value.value_or(0) >= 0,
+          formatted("fused: {} must not be negative", name));
+    }
+    to.*member = value;
+  }
+};
+template <typename Value>
+EngineOption(const char*, std::optional<Value> fusedpg::Options::*)
+    -> EngineOption<Value>;
+
+template <typename... Values>
+void bind_options(py::module_& m, const EngineOption<Values>&... option) {
   using Options = ProcessGroupFused::Options;
   py::class_<Options, c10::intrusive_ptr<Options>, c10d::Backend::Options>
       options(m, "Options");
   options
       .def(
-          py::init([](Milliseconds timeout,
-                      std::optional<int64_t> arena_bytes,
-                      std::optional<int> threads,
-                      std::optional<bool> nan_check,
-                      std::optional<std::string> block_skip,
-                      std::optional<int64_t> block_size,
-                      std::optional<int64_t> cuda_chunk_bytes,
-                      std::optional<int64_t> cuda_arena_bytes,
-                      std::optional<std::string> nccl,
-                      c10::intrusive_ptr<c10d::Backend::Options> nccl_options,
-                      std::optional<std::string> half_sums,
-                      std::optional<std::string> transport,
-                      std::optional<std::string> order,
-                      std::optional<std::string> aggregators,
-                      std::optional<std::string> aggregate,
-                      std::optional<std::string> aggregate_rates,
-                      std::optional<int64_t> aggregate_message_bytes,
-                      bool cpu_as_cuda,
-                      const std::string& name,
-                      bool gloo_for_cuda) {
+          py::init([option...](
+                       Milliseconds timeout,
+                       const typename EngineOption<Values>::Given&... value,
+                       c10::intrusive_ptr<c10d::Backend::Options> nccl_options,
+                       bool cpu_as_cuda,
+                       const std::string& name,
+                       bool gloo_for_cuda) {
             auto options = c10::make_intrusive<Options>(timeout, name);
-            options->gloo_for_cuda = gloo_for_cuda;
-            const auto bytes = [](const char* name,
-                                  const std::optional<int64_t>& from,
-                                  std::optional<size_t>& to) {
-              if (from) {
-                TORCH_CHECK_VALUE(
-                    *from >= 0,
-                    formatted("fused: {} must not be negative", name));
-                to = static_cast<size_t>(*from);
-              }
-            };
-            fusedpg::Options& engine = options->engine;
-            bytes("arena_bytes", arena_bytes, engine.arena_bytes);
-            bytes(
-                "cuda_chunk_bytes", cuda_chunk_bytes, engine.cuda_chunk_bytes);
-            bytes(
-                "cuda_arena_bytes", cuda_arena_bytes, engine.cuda_arena_bytes);
+            (option.set(options->engine, value), ...);
             TORCH_CHECK_VALUE(
                 !nccl_options || nccl_options->backend == "nccl",
                 "fused: nccl_options must be ProcessGroupNCCL.Options");
             options->nccl_options = std::move(nccl_options);
             options->cpu_as_cuda = cpu_as_cuda;
-            options->engine.threads = threads;
-            options->engine.nan_check = nan_check;
-            options->engine.block_skip = std::move(block_skip);
-            options->engine.block_size = block_size;
-            options->engine.nccl = std::move(nccl);
-            options->engine.half_sums = std::move(half_sums);
-            options->engine.transport = std::move(transport);
-            options->engine.order = std::move(order);
-            options->engine.aggregators = std::move(aggregators);
-            options->engine.aggregate = std::move(aggregate);
-            options->engine.aggregate_rates = std::move(aggregate_rates);
-            options->engine.aggregate_message_bytes = aggregate_message_bytes;
+            options->gloo_for_cuda = gloo_for_cuda;
             return options;
           }),
           py::kw_only(),
           py::arg("timeout") = Milliseconds(kBackendDefaultTimeout),
-          py::arg("arena_bytes") = py::none(),
-          py::arg("threads") = py::none(),
-          py::arg("nan_check") = py::none(),
-          py::arg("block_skip") = py::none(),
-          py::arg("block_size") = py::none(),
-          py::arg("cuda_chunk_bytes") = py::none(),
-          py::arg("cuda_arena_bytes") = py::none(),
-          py::arg("nccl") = py::none(),
+          (py::arg(option.name) = py::none())...,
           py::arg("nccl_options") = py::none(),
-          py::arg("half_sums") = py::none(),
-          py::arg("transport") = py::none(),
-          py::arg("order") = py::none(),
-          py::arg("aggregators") = py::none(),
-          py::arg("aggregate") = py::none(),
-          py::arg("aggregate_rates") = py::none(),
-          py::arg("aggregate_message_bytes") = py::none(),
           py::arg("_cpu_as_cuda") = false,
           py::arg("_name") = "fused",
           py::arg("_gloo_for_cuda") = false)
@@ -227,26 +197,32 @@ void bind_options(py::module_& m) {
       .def("__deepcopy__", [](const Options& o, const py::dict&) {
         return c10::make_intrusive<Options>(o);
       });
+  (options.def_property_readonly(
+       option.name,
+       [member = option.member](const Options& o) { return o.engine.*member; }),
+   ...);
+}
+
+void bind_options(py::module_& m) {
   using Engine = fusedpg::Options;
-  const auto read_only = [&](const char* name, auto member) {
-    options.def_property_readonly(
-        name, [member](const Options& o) { return o.engine.*member; });
-  };
-  read_only("arena_bytes", &Engine::arena_bytes);
-  read_only("threads", &Engine::threads);
-  read_only("nan_check", &Engine::nan_check);
-  read_only("block_skip", &Engine::block_skip);
-  read_only("block_size", &Engine::block_size);
-  read_only("cuda_chunk_bytes", &Engine::cuda_chunk_bytes);
-  read_only("cuda_arena_bytes", &Engine::cuda_arena_bytes);
-  read_only("nccl", &Engine::nccl);
-  read_only("half_sums", &Engine::half_sums);
-  read_only("transport", &Engine::transport);
-  read_only("order", &Engine::order);
-  read_only("aggregators", &Engine::aggregators);
-  read_only("aggregate", &Engine::aggregate);
-  read_only("aggregate_rates", &Engine::aggregate_rates);
-  read_only("aggregate_message_bytes", &Engine::aggregate_message_bytes);
+  bind_options(
+      m,
+      EngineOption{"arena_bytes", &Engine::arena_bytes},
+      EngineOption{"threads", &Engine::threads},
+      EngineOption{"nan_check", &Engine::nan_check},
+      EngineOption{"block_skip", &Engine::block_skip},
+      EngineOption{"block_size", &Engine::block_size},
+      EngineOption{"cuda_chunk_bytes", &Engine::cuda_chunk_bytes},
+      EngineOption{"cuda_arena_bytes", &Engine::cuda_arena_bytes},
+      EngineOption{"nccl", &Engine::nccl},
+      EngineOption{"half_sums", &Engine::half_sums},
+      EngineOption{"transport", &Engine::transport},
+      EngineOption{"order", &Engine::order},
+      EngineOption{"aggregators", &Engine::aggregators},
+      EngineOption{"aggregate", &Engine::aggregate},
+      EngineOption{"aggregate_rates", &Engine::aggregate_rates},
+      EngineOption{
+          "aggregate_message_bytes", &Engine::aggregate_message_bytes});
 }
 
 c10::intrusive_ptr<c10d::Work> fused_step_(

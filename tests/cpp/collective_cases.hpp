@@ -137,24 +137,15 @@ inline void with_group(
     int size,
     int threads,
     const GroupBody& body,
-    bool processes = false,
     bool shares = false) {
-  const RankBody run = [&](int rank, Store& store) {
+  on_threads(size, [&](int rank, Store& store) {
     Group group(rank, size, store, test_settings(threads));
     body(group);
     if (!shares) {
       CHECK_EQ(group.engine.domain().arena()->used_bytes(), size_t{0});
     }
     group.run([](Context& ctx) { barrier(ctx); });
-  };
-  if (processes && kOnlyThreads) {
-    return;
-  }
-  if (processes) {
-    on_processes(size, run);
-  } else {
-    on_threads(size, run);
-  }
+  });
 }
 
 // Groups of several sizes, ranks with one and two threads.

@@ -101,7 +101,6 @@ struct EngineWith {
   const cuda::NcclApi* nccl = &fake_gpu::nccl();
   const cuda::CudaApi* cuda = &gpu();
   milliseconds deadline = kLong;
-  bool spans_hosts = false;
 };
 
 // A stream on a device that need not be the current one.
@@ -145,7 +144,7 @@ struct GpuRank {
             size,
             rank,
             with.settings,
-            with.spans_hosts,
+            /*spans_hosts=*/false,
             std::make_shared<StorePart>(
                 store,
                 with.name,
@@ -194,19 +193,13 @@ struct GpuRank {
 inline void with_gpus(
     int size,
     const std::function<void(GpuRank&)>& body,
-    const EngineWith& with = {},
-    bool processes = false) {
-  const RankBody rank_body = [&](int rank, Store& store) {
+    const EngineWith& with = {}) {
+  on_threads(size, [&](int rank, Store& store) {
     GpuRank r(rank, size, store, with);
     body(r);
     r.engine.shutdown(Deadline(kLong));
     CHECK(!r.engine.failed());
-  };
-  if (processes) {
-    on_processes(size, rank_body);
-  } else {
-    on_threads(size, rank_body);
-  }
+  });
 }
 
 // Throws what the operation failed with.

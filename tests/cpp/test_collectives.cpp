@@ -351,23 +351,6 @@ TEST(collectives_all_to_all) {
   with_groups(all_to_all_cases);
 }
 
-TEST(collectives_between_processes) {
-  const auto everything = [](Group& g) {
-    all_reduce_sizes(g);
-    all_reduce_lists(g);
-    reduce_cases(g);
-    reduce_scatter_cases(g);
-    all_gather_cases(g);
-    broadcast_cases(g);
-    gather_scatter_cases(g);
-    all_to_all_cases(g);
-  };
-  with_group(2, 2, everything, true);
-  if (!kSanitized) {
-    with_group(3, 1, everything, true);
-  }
-}
-
 // No rank leaves before the last has come.
 TEST(collectives_barrier_waits) {
   for (int size : {2, 4}) {

@@ -1,7 +1,5 @@
 // What the CUDA engine says and does when something fails.
 
-#include <csignal>
-
 #include "cuda_training.hpp"
 
 namespace fusedpg::test {
@@ -423,40 +421,6 @@ TEST(cuda_engine_rank_without_engine) {
   });
 }
 
-TEST(cuda_engine_killed_peer) {
-  if (kOnlyThreads) {
-    return;
-  }
-  const Clean clean;
-  Processes ranks(2, [&](int rank, Store& store) {
-    EngineWith with;
-    const Deadline dead(milliseconds(1500));
-    with.check_peers = [&](const std::string& what) {
-      if (dead.expired()) {
-        fail(ErrorKind::kPeerDead, "fused: {}: rank 1 has died", what);
-      }
-    };
-    GpuRank r(rank, 2, store, with);
-    GpuTraining training(r, adam(), kSingles, {3000});
-    training.load();
-    training.step();
-    training.check();
-    store.meet("ready", 3);
-    if (rank == 1) {
-      store.get("never", Deadline(kLong));
-    }
-    training.load();
-    const auto begin = Clock::now();
-    expect_failure(r, ErrorKind::kPeerDead, {"rank 1 has died"}, [&] {
-      return training.step();
-    });
-    CHECK(seconds_since(begin) < 8);
-  });
-  ranks.store().meet("ready", 3);
-  ranks.signal(1, SIGKILL);
-  ranks.check(0);
-}
-
 // Calls that fail on one rank; the others are told.
 TEST(cuda_engine_failing_calls) {
   struct Fault {
@@ -509,37 +473,6 @@ TEST(cuda_engine_failing_calls) {
       }
     });
     CHECK_EQ(threw.load(), 1);
-  }
-}
-
-// The rank that lacks it has begun nothing: its next call is the one that the
-// others wait for.
-TEST(cuda_engine_out_of_device_memory) {
-  const Clean clean;
-  for (int nth = 1; nth <= 6;
-       ++nth) { // the layout, the wire's buffers, the slot
-    on_threads(2, [&](int rank, Store& store) {
-      EngineWith with;
-      with.name = formatted("group{}/", nth);
-      GpuRank r(rank, 2, store, with);
-      GpuTraining training(r, adam(), kSingles, {3000});
-      training.load();
-      r.meet("begin");
-      if (rank == 0) {
-        hooks().fail("allocate", nth, kNoMemory);
-        expect_error(
-            ErrorKind::kOutOfMemory,
-            {"the group works on", "fused_adamw", "sequence 1"},
-            [&] { training.step(); });
-        CHECK(!r.engine.failed());
-        CHECK(training.param(0).holds(training.expected_param(0)));
-      }
-      r.meet("refused");
-      for (int step = 0; step < 2; ++step) {
-        training.step();
-      }
-      training.check(2);
-    });
   }
 }
 

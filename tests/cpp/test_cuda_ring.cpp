@@ -42,36 +42,11 @@ TEST(cuda_engine_patched_ring) {
   CHECK_EQ(hooks().now().freed_written, 0u);
 }
 
-TEST(cuda_engine_chooses_a_ring) {
-  const auto path = [](NcclChoice choice, bool spans_hosts) {
-    EngineWith with;
-    with.settings.nccl = choice;
-    with.spans_hosts = spans_hosts;
-    std::string found[2];
-    with_gpus(
-        2,
-        [&](GpuRank& r) {
-          GpuTraining training(r, adam(), kSingles, {3000});
-          training.load();
-          training.step();
-          training.check();
-          found[r.rank] = r.engine.path_of_last_step();
-        },
-        with);
-    CHECK_EQ(found[0], found[1]);
-    return found[0];
-  };
-  {
-    const Clean clean("FUSEDPG_FAKE_PATCHED", "1");
-    CHECK_EQ(path(NcclChoice::kAuto, false), "stock");
-    CHECK_EQ(path(NcclChoice::kAuto, true), "ring");
-    CHECK_EQ(path(NcclChoice::kPatched, false), "ring");
-    CHECK_EQ(path(NcclChoice::kStock, true), "stock");
-  }
+// Where a patched NCCL is asked for.
+TEST(cuda_engine_without_a_ring) {
   const Clean clean;
-  CHECK_EQ(path(NcclChoice::kAuto, true), "stock");
-  EngineWith with;
-  with.settings.nccl = NcclChoice::kPatched;
+  Settings settings = cuda_settings();
+  settings.nccl = NcclChoice::kPatched;
   const auto make = [&](const NcclApi& nccl) {
     // Before it meets anybody.
     CudaEngine(
@@ -80,15 +55,15 @@ TEST(cuda_engine_chooses_a_ring) {
         0,
         2,
         0,
-        with.settings,
+        settings,
         true,
         nullptr,
         nullptr,
         Deadline(kLong),
         nullptr);
   };
-  CHECK_THROWS(make(*with.nccl), Error, "patched by another version");
-  NcclApi bare = *with.nccl;
+  NcclApi bare = fake_gpu::nccl();
+  CHECK_THROWS(make(bare), Error, "patched by another version");
   bare.ring_abi = nullptr;
   CHECK_THROWS(make(bare), Error, "is not patched");
 }

@@ -59,38 +59,6 @@ TEST(cuda_teardown_shutdown_beside_a_caller) {
   });
 }
 
-// What a step costs the host: calls that return at once, each made once.
-TEST(cuda_teardown_calls_of_nccl) {
-  const Clean clean;
-  with_gpus(2, [](GpuRank& r) {
-    GpuTraining training(r, adam(), kSingles, {3000});
-    training.load();
-    training.step();
-    training.check();
-  });
-  // Chunks of 2048 bytes for two ranks: of 256 floats of either's shard.
-  const uint64_t chunks = (1504 + 255) / 256;
-  // And the first call's sizes.
-  CHECK_EQ(hooks().calls("ncclAllReduce"), 0u);
-  CHECK_EQ(hooks().calls("ncclReduceScatter"), 2 * chunks);
-  CHECK_EQ(hooks().calls("ncclAllGather"), 2 * chunks + 2);
-  // Left to the engine, it is one chunk.
-  hooks().reset();
-  EngineWith with;
-  with.settings = cuda_settings(0);
-  with_gpus(
-      2,
-      [](GpuRank& r) {
-        GpuTraining training(r, adam(), kSingles, {3000, 70});
-        training.load();
-        training.step();
-        training.check();
-      },
-      with);
-  CHECK_EQ(hooks().calls("ncclReduceScatter"), 2u);
-  CHECK_EQ(hooks().calls("ncclAllGather"), 4u);
-}
-
 // An abort while a kernel of the direct path waits for a rank, in the step or in
 // the exchange before it, without which a step must not begin.
 TEST(cuda_teardown_abort_in_a_direct_step) {

@@ -51,13 +51,6 @@ TEST(fused_lamb_equals_one_process) {
   with_groups(train);
 }
 
-TEST(fused_lamb_between_processes) {
-  if (kSanitized) {
-    return; // threads do the same
-  }
-  with_group(4, 1, train, true);
-}
-
 // The more ranks, the shorter the chunks of a lane.
 TEST(fused_lamb_norms_do_not_depend_on_chunks) {
   with_group(4, 1, many_chunks);

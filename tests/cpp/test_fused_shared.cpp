@@ -7,12 +7,8 @@ namespace {
 using namespace fusedpg;
 using namespace fusedpg::test;
 
-void with_sharing_group(
-    int size,
-    int threads,
-    const GroupBody& body,
-    bool processes = false) {
-  with_group(size, threads, body, processes, true);
+void with_sharing_group(int size, int threads, const GroupBody& body) {
+  with_group(size, threads, body, true);
 }
 
 void* shared(Group& g, size_t bytes) {
@@ -83,7 +79,6 @@ TEST(share_memory_is_one_memory) {
   for (const int size : {1, 2, 3}) {
     with_sharing_group(size, 1, share);
   }
-  with_sharing_group(3, 1, share, true);
 }
 
 // The mapping outlives the group for whoever keeps it.
@@ -154,13 +149,6 @@ TEST(fused_step_on_shared_parameters) {
   for (const int size : world_sizes()) {
     with_sharing_group(size, size < 3 ? 2 : 1, train);
   }
-}
-
-TEST(fused_step_on_shared_parameters_between_processes) {
-  if (kSanitized) {
-    return; // threads do the same
-  }
-  with_sharing_group(3, 1, train, true);
 }
 
 // The bits are those of a step on copies.

@@ -46,10 +46,6 @@ TEST(fused_step_equals_one_process) {
   with_groups(train);
 }
 
-TEST(fused_step_between_processes) {
-  with_group(3, 2, train, true);
-}
-
 // Every combination of places; the bits must not depend on it.
 TEST(fused_step_places) {
   with_each(

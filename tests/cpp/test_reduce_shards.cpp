@@ -124,13 +124,6 @@ TEST(fused_step_on_reduced_gradients) {
   }
 }
 
-TEST(fused_step_on_reduced_gradients_between_processes) {
-  if (kSanitized) {
-    return; // threads do the same
-  }
-  with_group(3, 1, train, true);
-}
-
 TEST(fused_step_on_reduced_gradients_of_some_tensors) {
   with_group(3, 1, [](Group& g) {
     for (const Recipe& r : one_of_each()) {

@@ -156,19 +156,6 @@ TEST(sparse_types_and_blocks) {
   }
 }
 
-TEST(sparse_between_processes) {
-  with_group(
-      3,
-      1,
-      [](Group& g) {
-        for (const Place place : kPlaces) {
-          check_sparse(
-              g, place, {sum_of(), 200003, 256, .05, Overlap::kRandom});
-        }
-      },
-      true);
-}
-
 TEST(sparse_lists_of_tensors) {
   with_group(3, 1, [](Group& g) {
     const size_t counts[] = {70000, 0, 5, 12345};

@@ -1,6 +1,5 @@
 #include "calls.hpp"
 
-#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 
@@ -49,11 +48,10 @@ int Calls::enter(const char* function, int rank) {
   return take_fault(function, rank);
 }
 
-int Calls::begin(const Executed& executed) {
+int Calls::begin(int rank) {
   const std::lock_guard<std::mutex> lock(mutex_);
   ++begun_;
-  order_.push_back(executed);
-  return take_fault(kStall, executed.rank);
+  return take_fault(kStall, rank);
 }
 
 void Calls::mistake(std::atomic<uint64_t>& counter, const std::string& text) {
@@ -72,12 +70,6 @@ uint64_t Calls::count(const std::string& function) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto found = counts_.find(function);
   return found == counts_.end() ? 0 : found->second;
-}
-
-size_t Calls::order(Executed* out, size_t capacity) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  std::copy_n(order_.begin(), std::min(capacity, order_.size()), out);
-  return order_.size();
 }
 
 void Calls::add_fault(
@@ -104,7 +96,6 @@ void Calls::reset() {
   const std::lock_guard<std::mutex> lock(mutex_);
   counts_.clear();
   faults_.clear();
-  order_.clear();
   notes_ = 0;
   note_.clear();
   work_ = begun_ = 0;
@@ -117,11 +108,6 @@ void Calls::reset() {
 
 FUSEDPG_FAKE_EXPORT uint64_t fusedpg_fake_calls(const char* function) {
   return fusedpg::fake::calls().count(function);
-}
-
-FUSEDPG_FAKE_EXPORT size_t
-fusedpg_fake_order(fusedpg::fake::Executed* out, size_t capacity) {
-  return fusedpg::fake::calls().order(out, capacity);
 }
 
 FUSEDPG_FAKE_EXPORT void fusedpg_fake_fail_rank(

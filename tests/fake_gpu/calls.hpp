@@ -7,8 +7,10 @@
 #include <string>
 #include <vector>
 
-#include "global.hpp"
+#include "base/fork.hpp"
 #include "hooks.hpp"
+
+#define FUSEDPG_FAKE_EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace fusedpg::fake {
 
@@ -22,7 +24,7 @@ class Calls {
   // Counts a call; returns what it must fail with, or 0.
   int enter(const char* function, int rank = -1);
   // How long the operation that begins now must sleep first.
-  int begin(const Executed& executed);
+  int begin(int rank);
   void worked() {
     ++work_;
   }
@@ -34,7 +36,6 @@ class Calls {
   std::atomic<uint64_t> freed_written{0};
 
   uint64_t count(const std::string& function);
-  size_t order(Executed* out, size_t capacity);
   void add_fault(const std::string& function, int rank, int nth, int code);
   void fill(Stats& stats);
   void reset();
@@ -58,15 +59,15 @@ class Calls {
   std::mutex mutex_;
   std::map<std::string, uint64_t> counts_;
   std::vector<Fault> faults_;
-  std::vector<Executed> order_;
   uint64_t notes_ = 0;
   std::string note_;
   std::atomic<uint64_t> work_{0};
   std::atomic<uint64_t> begun_{0};
 };
 
+inline PerProcess<Calls> all_calls;
 inline Calls& calls() {
-  return global<Calls>();
+  return all_calls.get();
 }
 
 } // namespace fusedpg::fake

@@ -15,6 +15,7 @@
 #include "base/error.hpp"
 #include "cuda/kernels/ranges.hpp"
 #include "host/futex.hpp"
+#include "host/memory.hpp"
 #include "kernels/kernels.hpp"
 #include "shared_file.hpp"
 
@@ -92,26 +93,26 @@ bool reached(const std::atomic<uint32_t>& a, uint32_t b) {
 // one mapping of it, so that a thread sanitizer sees what orders them.
 class Segment {
  public:
-  Segment(const Descriptor& file, int size)
-      : mapping_(file, kSlotsAt + static_cast<size_t>(size) * kSlotBytes) {
-    if (mapping_.data() == nullptr) {
-      throw std::runtime_error("the id's creator has ended, or no memory");
-    }
-  }
+  // Throws where the file's owner has ended.
+  Segment(const Fd& file, int size)
+      : mapping_(
+            file.get(),
+            kSlotsAt + static_cast<size_t>(size) * kSlotBytes) {}
 
   static CommId make_id() {
-    Descriptor file = make_shared_file(kSlotsAt + kMaxRanks * kSlotBytes);
+    Fd file =
+        create_memory_file("fusedpg_fake", kSlotsAt + kMaxRanks * kSlotBytes);
     std::random_device random;
     const uint64_t nonce = static_cast<uint64_t>(random()) << 32 | random();
-    const CommId id{getpid(), file.number(), nonce};
+    const CommId id{getpid(), file.get(), nonce};
     Segment(file, 0).header().nonce = nonce;
-    All& all = global<All>();
+    All& all = all_.get();
     const std::lock_guard<std::mutex> lock(all.mutex);
     all.created.emplace(nonce, std::move(file));
     return id;
   }
   static std::shared_ptr<Segment> open(const CommId& id, int size) {
-    All& all = global<All>();
+    All& all = all_.get();
     const std::lock_guard<std::mutex> lock(all.mutex);
     std::erase_if(
         all.open, [](const auto& entry) { return entry.second.expired(); });
@@ -128,7 +129,7 @@ class Segment {
   }
   // All ranks have opened it: its creator lets go of the file.
   static void release(const CommId& id) {
-    All& all = global<All>();
+    All& all = all_.get();
     const std::lock_guard<std::mutex> lock(all.mutex);
     all.created.erase(id.nonce);
   }
@@ -163,8 +164,9 @@ class Segment {
   struct All {
     std::mutex mutex;
     std::map<uint64_t, std::weak_ptr<Segment>> open;
-    std::map<uint64_t, Descriptor> created;
+    std::map<uint64_t, Fd> created;
   };
+  static inline PerProcess<All> all_;
 
   Mapping mapping_;
 };
@@ -341,8 +343,7 @@ void Comm::execute(const Collective& c) {
     ++running_;
     sequence = next_sequence_++;
   }
-  const int stall =
-      calls().begin({segment_->header().nonce, sequence, c.count, c.op, rank});
+  const int stall = calls().begin(rank);
   if (stall > 0) {
     const Deadline until{std::chrono::milliseconds(stall)};
     segment_->wait([&] { return until.expired(); }, aborted_);

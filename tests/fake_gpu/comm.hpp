@@ -80,8 +80,9 @@ class Comms {
   uint64_t made_ = 0;
 };
 
+inline PerProcess<Comms> all_comms;
 inline Comms& comms() {
-  return global<Comms>();
+  return all_comms.get();
 }
 
 CommId make_comm_id();

@@ -30,55 +30,42 @@ using namespace fusedpg; // NOLINT: these functions are CUDA's
 using namespace fusedpg::fake; // NOLINT
 
 const char* cudaGetErrorString(cudaError_t error) {
-  switch (static_cast<int>(error)) {
-    case cuda::kSuccess:
-      return "no error";
-    case kInvalidValue:
-      return "invalid argument";
-    case kOutOfMemory:
-      return "out of memory";
-    case kNoDevice:
-      return "no CUDA-capable device is detected";
-    case kInvalidDevice:
-      return "invalid device ordinal";
-    case kInvalidHandle:
-      return "invalid resource handle";
-    case cuda::kNotReady:
-      return "device not ready";
-    case kCaptureUnsupported:
-      return "operation not permitted when stream is capturing";
-    case kCaptureInvalidated:
-      return "operation failed due to a previous error during capture";
-    case kCaptureMerge:
-      return "operation would result in a merge of separate capture sequences";
-    case kCaptureUnmatched:
-      return "capture was not ended in the same stream as it began";
-    case kCaptureUnjoined:
-      return "capturing stream has unjoined work";
-    case kCaptureIsolation:
-      return "dependency created on uncaptured work in another stream";
-    case kCapturedEvent:
-      return "operation not permitted on an event last recorded in a capturing "
-             "stream";
-    case kIllegalAddress:
-      return "an illegal memory access was encountered";
-    case 201:
-      return "invalid device context";
-    case 209:
-      return "no kernel image is available for execution on the device";
-    case 218:
-      return "a PTX JIT compilation failed";
-    case 500:
-      return "named symbol not found";
-    case kUnknownError:
-      return "unknown error";
-    case kCaptureWrongThread:
-      return "attempt to terminate a thread-local capture sequence from "
-             "another "
-             "thread";
-    default:
-      return "unrecognized error code";
+  static constexpr std::pair<int, const char*> kTexts[] = {
+      {cuda::kSuccess, "no error"},
+      {kInvalidValue, "invalid argument"},
+      {kOutOfMemory, "out of memory"},
+      {kNoDevice, "no CUDA-capable device is detected"},
+      {kInvalidDevice, "invalid device ordinal"},
+      {201, "invalid device context"},
+      {209, "no kernel image is available for execution on the device"},
+      {218, "a PTX JIT compilation failed"},
+      {kInvalidHandle, "invalid resource handle"},
+      {500, "named symbol not found"},
+      {cuda::kNotReady, "device not ready"},
+      {kIllegalAddress, "an illegal memory access was encountered"},
+      {kCaptureUnsupported, "operation not permitted when stream is capturing"},
+      {kCaptureInvalidated,
+       "operation failed due to a previous error during capture"},
+      {kCaptureMerge,
+       "operation would result in a merge of separate capture sequences"},
+      {kCaptureUnmatched,
+       "capture was not ended in the same stream as it began"},
+      {kCaptureUnjoined, "capturing stream has unjoined work"},
+      {kCaptureIsolation,
+       "dependency created on uncaptured work in another stream"},
+      {kCapturedEvent,
+       "operation not permitted on an event last recorded in a capturing "
+       "stream"},
+      {kCaptureWrongThread,
+       "attempt to terminate a thread-local capture sequence from another "
+       "thread"},
+      {kUnknownError, "unknown error"}};
+  for (const auto& [code, text] : kTexts) {
+    if (code == static_cast<int>(error)) {
+      return text;
+    }
   }
+  return "unrecognized error code";
 }
 
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
@@ -237,13 +224,12 @@ struct Faulty<kMember> {
 
 // A kernel that waits for other ranks' kernels: an operation of those that
 // fusedpg_fake_stall() counts. In so few blocks that each has several tiles.
-template <Op op, auto kKernel, typename Args>
+template <auto kKernel, typename Args>
 int among_ranks(const Args* args, Stream stream) {
   return streams().enqueue(
       stream,
       [copied = *args] {
-        const PeerAccess& peers = copied.peers;
-        const int stall = calls().begin({0, peers.sequence, 0, op, peers.rank});
+        const int stall = calls().begin(copied.peers.rank);
         std::this_thread::sleep_for(std::chrono::milliseconds(stall));
         const simt::AtOnce scope(3);
         if ((fusedpg_kernels_api()->*kKernel)(&copied, nullptr) != kSuccess) {
@@ -256,8 +242,8 @@ int among_ranks(const Args* args, Stream stream) {
 struct Table : CudaApi {
   Table() : CudaApi(*fusedpg_kernels_api()) {
     name = "fake";
-    CudaApi::exchange = among_ranks<kExchange, &CudaApi::exchange>;
-    CudaApi::direct_step = among_ranks<kDirectStep, &CudaApi::direct_step>;
+    CudaApi::exchange = among_ranks<&CudaApi::exchange>;
+    CudaApi::direct_step = among_ranks<&CudaApi::direct_step>;
 #define FUSEDPG_FAULTY(member) wrap<&CudaApi::member>(#member)
     FUSEDPG_FAULTY(device_count);
     FUSEDPG_FAULTY(get_device);
@@ -302,10 +288,12 @@ struct Table : CudaApi {
   }
 };
 
+PerProcess<Table> table;
+
 } // namespace
 
 FUSEDPG_FAKE_EXPORT const CudaApi* fusedpg_cuda_api() {
-  return &global<Table>();
+  return &table.get();
 }
 
 FUSEDPG_FAKE_EXPORT void fusedpg_fake_stats(Stats* stats) {

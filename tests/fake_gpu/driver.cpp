@@ -46,8 +46,10 @@ struct Modules {
   std::set<const void*> functions;
 };
 
+PerProcess<Modules> all_modules;
+
 Modules& modules() {
-  return global<Modules>();
+  return all_modules.get();
 }
 
 CUresult mistake(CUresult code, const char* what) {

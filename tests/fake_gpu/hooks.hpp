@@ -45,9 +45,7 @@ enum Op : int32_t {
   kReduceScatter,
   kAllToAll,
   kAllGather,
-  kBroadcast,
-  kExchange, // of the direct path
-  kDirectStep,
+  kBroadcast
 };
 
 // NCCL's function of a collective.
@@ -82,23 +80,12 @@ struct CommId {
 // What a call may fail with: it returns when its communicator is aborted.
 constexpr int kHang = -1;
 
-// An operation that began to execute.
-struct Executed {
-  uint64_t communicator; // the same number on all ranks
-  uint64_t sequence; // of the communicator's operations of this kind of path
-  uint64_t count;
-  int32_t op;
-  int32_t rank;
-};
-
 struct Hooks {
   void* library = nullptr;
   const cuda::CudaApi* cuda = nullptr;
 
   void (*stats)(Stats*) = nullptr;
   uint64_t (*calls)(const char* function) = nullptr;
-  // The operations since the last reset, at most `capacity`; returns how many.
-  size_t (*order)(Executed*, size_t capacity) = nullptr;
   // The nth call from now (1: the next) has no effect and returns `code`.
   void (*fail)(const char* function, int nth, int code) = nullptr;
   void (*fail_rank)(const char* function, int rank, int nth, int code) =
@@ -139,8 +126,8 @@ struct Hooks {
   cuda::NcclResult (*disconnect)(cuda::NcclComm, bool aborts) = nullptr;
   const char* (*nccl_error)(cuda::NcclResult) = nullptr;
 
-  // Ends the default streams (waits for their work), forgets counts, the order
-  // log and faults, and reads the environment again. Returns how many streams,
+  // Ends the default streams (waits for their work), forgets counts and
+  // faults, and reads the environment again. Returns how many streams,
   // events, graphs, communicators and allocations are still alive.
   uint64_t (*reset)() = nullptr;
 
@@ -154,7 +141,6 @@ struct Hooks {
     cuda = api();
     find("fusedpg_fake_stats", stats);
     find("fusedpg_fake_calls", calls);
-    find("fusedpg_fake_order", order);
     find("fusedpg_fake_fail", fail);
     find("fusedpg_fake_fail_rank", fail_rank);
     find("fusedpg_fake_stall", stall);

@@ -7,7 +7,7 @@
 #include <memory>
 #include <mutex>
 
-#include "global.hpp"
+#include "base/fork.hpp"
 #include "hooks.hpp"
 
 namespace fusedpg::fake {
@@ -42,8 +42,9 @@ class Memory {
   size_t freed_bytes_ = 0;
 };
 
+inline PerProcess<Memory> all_memory;
 inline Memory& memory() {
-  return global<Memory>();
+  return all_memory.get();
 }
 
 } // namespace fusedpg::fake

@@ -1,6 +1,7 @@
 // The exported functions of the fake NCCL: those that the engine loads, and a
 // communicator for what stands for torch's ProcessGroupNCCL in tests.
 
+#include <iterator>
 #include <memory>
 
 #include "calls.hpp"
@@ -63,24 +64,16 @@ FUSEDPG_FAKE_EXPORT NcclResult ncclGroupSimulateEnd(NcclSimInfo* info) {
 }
 
 FUSEDPG_FAKE_EXPORT const char* ncclGetErrorString(NcclResult result) {
-  switch (result) {
-    case kNcclSuccess:
-      return "no error";
-    case kNcclUnhandledCudaError:
-      return "unhandled cuda error";
-    case kNcclSystemError:
-      return "unhandled system error";
-    case kNcclInternalError:
-      return "internal error";
-    case kNcclInvalidArgument:
-      return "invalid argument";
-    case kNcclInvalidUsage:
-      return "invalid usage";
-    case kNcclRemoteError:
-      return "remote process exited or there was a network error";
-    default:
-      return "unknown result code";
-  }
+  static constexpr const char* kTexts[] = {
+      "no error",
+      "unhandled cuda error",
+      "unhandled system error",
+      "internal error",
+      "invalid argument",
+      "invalid usage",
+      "remote process exited or there was a network error"};
+  const auto number = static_cast<size_t>(result);
+  return number < std::size(kTexts) ? kTexts[number] : "unknown result code";
 }
 
 FUSEDPG_FAKE_EXPORT const char* ncclGetLastError(NcclComm /*comm*/) {

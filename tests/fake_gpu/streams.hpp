@@ -9,9 +9,9 @@
 #include <thread>
 #include <vector>
 
+#include "base/fork.hpp"
 #include "cuda_runtime.h"
 #include "fifo.hpp"
-#include "global.hpp"
 #include "hooks.hpp"
 
 namespace fusedpg::fake {
@@ -157,8 +157,9 @@ class Streams {
   std::vector<std::unique_ptr<Stream>> destroyed_;
 };
 
+inline PerProcess<Streams> all_streams;
 inline Streams& streams() {
-  return global<Streams>();
+  return all_streams.get();
 }
 
 } // namespace fusedpg::fake

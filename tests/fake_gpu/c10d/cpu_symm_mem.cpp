@@ -15,6 +15,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp>
 
+#include "host/memory.hpp"
 #include "shared_file.hpp"
 
 namespace fusedpg::fake {
@@ -32,11 +33,11 @@ bool is(const char* what) {
 
 class Memory final : public symm_mem::SymmetricMemory {
  public:
-  Memory(int rank, std::vector<std::unique_ptr<Mapping>> all)
+  Memory(int rank, std::vector<Mapping> all)
       : rank_(rank),
         all_(std::move(all)) {
-    for (const auto& one : all_) {
-      buffers_.push_back(one->data());
+    for (const Mapping& one : all_) {
+      buffers_.push_back(one.data());
     }
     if (is("apart") && rank_ + 1 == get_world_size()) {
       buffers_[0] = nullptr;
@@ -47,7 +48,7 @@ class Memory final : public symm_mem::SymmetricMemory {
     return buffers_;
   }
   size_t get_buffer_size() override {
-    return all_[0]->bytes() - kOffset;
+    return all_[0].size() - kOffset;
   }
   size_t get_offset() override {
     return kOffset;
@@ -89,7 +90,7 @@ class Memory final : public symm_mem::SymmetricMemory {
 
  private:
   const int rank_;
-  const std::vector<std::unique_ptr<Mapping>> all_;
+  const std::vector<Mapping> all_;
   std::vector<void*> buffers_;
 };
 
@@ -99,7 +100,7 @@ class Allocator final : public symm_mem::SymmetricMemoryAllocator {
 
   void* alloc(size_t bytes, int, const std::optional<std::string>&) override {
     auto made = std::make_shared<SharedFile>(bytes + kOffset);
-    TORCH_CHECK(made->mapping.data() != nullptr && !is("full"), "no memory");
+    TORCH_CHECK(!is("full"), "no memory");
     char* data = made->mapping.data() + kOffset;
     // NaN, and no word of a signal; all of it would cost more than tests use.
     const size_t some = std::min(bytes, size_t(1) << 20);
@@ -114,7 +115,7 @@ class Allocator final : public symm_mem::SymmetricMemoryAllocator {
     TORCH_CHECK(all_.erase(data) == 1, "no such memory to free");
   }
   size_t get_alloc_size(void* data) override {
-    return find(data)->mapping.bytes() - kOffset;
+    return find(data)->mapping.size() - kOffset;
   }
   c10::intrusive_ptr<symm_mem::SymmetricMemory> rendezvous(
       void* data,
@@ -131,7 +132,7 @@ class Allocator final : public symm_mem::SymmetricMemoryAllocator {
       return "cpu_symm_mem/" + name + "/" + what + std::to_string(rank);
     };
     const std::string place =
-        std::to_string(getpid()) + " " + std::to_string(mine->file.number());
+        std::to_string(getpid()) + " " + std::to_string(mine->file.get());
     const auto say = [&](const char* what, const std::string& text) {
       store->set(
           key(what, group->getRank()),
@@ -142,14 +143,13 @@ class Allocator final : public symm_mem::SymmetricMemoryAllocator {
       return std::string(text.begin(), text.end());
     };
     say("file", place);
-    std::vector<std::unique_ptr<Mapping>> all;
+    std::vector<Mapping> all;
     for (int rank = 0; rank < group->getSize(); ++rank) {
       const std::string there = hear("file", rank);
       const size_t space = there.find(' ');
-      const Descriptor file = open_shared_file(
+      const Fd file = open_shared_file(
           std::stoi(there), std::stoi(there.substr(space + 1)));
-      all.push_back(std::make_unique<Mapping>(file, mine->mapping.bytes()));
-      TORCH_CHECK(all.back()->data() != nullptr, "no mapping of a peer's");
+      all.emplace_back(file.get(), mine->mapping.size());
     }
     // Nobody lets go of a file that others have yet to open.
     say("mapped", "");
@@ -170,12 +170,12 @@ class Allocator final : public symm_mem::SymmetricMemoryAllocator {
 
  private:
   struct SharedFile {
-    Descriptor file;
+    Fd file;
     Mapping mapping;
 
     explicit SharedFile(size_t bytes)
-        : file(make_shared_file(bytes)),
-          mapping(file, bytes) {}
+        : file(create_memory_file("fusedpg_fake", bytes)),
+          mapping(file.get(), bytes) {}
   };
 
   std::shared_ptr<SharedFile> find(void* data) {

@@ -161,6 +161,8 @@ class Stacks {
   std::vector<char*> free_;
 };
 
+PerProcess<Stacks> all_stacks;
+
 struct Block;
 
 struct Fiber {
@@ -206,7 +208,7 @@ class Machine {
         launch_(launch),
         random_(fake::calls().seed * 7919 + launch) {}
   ~Machine() {
-    global_stacks().give_back(stacks_);
+    all_stacks.get().give_back(stacks_);
   }
   Machine(const Machine&) = delete;
 
@@ -257,9 +259,6 @@ class Machine {
   }
 
  private:
-  static Stacks& global_stacks() {
-    return fake::global<Stacks>();
-  }
   void run_blocks(unsigned first, unsigned count);
   void begin(Fiber& fiber);
   FUSEDPG_UNCHECKED static void enter();
@@ -285,7 +284,7 @@ thread_local Machine* machine __attribute__((tls_model("initial-exec"))) =
 
 void Machine::begin(Fiber& fiber) {
   if (stacks_.empty()) {
-    global_stacks().take(stacks_);
+    all_stacks.get().take(stacks_);
   }
   fiber.stack = stacks_.back();
   stacks_.pop_back();
