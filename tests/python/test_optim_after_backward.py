@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedpg
 import harness
-from checks.optim import healthy
+from checks.faults import works
 from checks.refused import refused
 from harness import Context
 
@@ -148,7 +148,7 @@ def test_backward_that_raises(context: Context, mode: str, reentrant: bool) -> N
         assert not same(before, looked), "no bucket was begun: the test shows nothing"
     else:
         assert same(before, looked)
-    healthy(context)
+    works()
 
 
 # --- gradients that are put in behind our back ------------------------------------------------
@@ -171,7 +171,7 @@ def test_data_of_a_gradient(context: Context, mode: str) -> None:
     if mode != "overlap":
         # The gradient is the mean of two.
         torch.testing.assert_close(net.weight.detach(), before - 2.0)
-    healthy(context)
+    works()
 
 
 @pytest.mark.parametrize("mode", ["manual", "ddp", "overlap"])
@@ -195,7 +195,7 @@ def test_a_parameter_listed_twice(context: Context, mode: str) -> None:
     with refused("more than once", ValueError):
         (ddp or net)(torch.ones(2, 5)).sum().backward()
         opt.step()
-    healthy(context)
+    works()
 
 
 # --- copies of the module -----------------------------------------------------------------------
@@ -296,4 +296,4 @@ def test_another_type_after_ddp(
         ddp(torch.ones(2, 5)).sum().backward()
         opt.step()
     assert torch.equal(before, net.layers[0].weight.detach())  # type: ignore[operator,union-attr]
-    healthy(context)
+    works()

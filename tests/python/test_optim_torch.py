@@ -591,49 +591,6 @@ def test_what_is_added_to_gradients(context: Context) -> None:
 
 
 # --- precision, writes, devices -----------------------------------------------------
-@pytest.mark.parametrize("how", ["method", "torch", "constructor"])
-@on_ranks(2)
-def test_clipping_in_double(context: Context, how: str) -> None:
-    """The factor is as exact as the parameters."""
-    shapes = ((67,), (5, 13))
-    mine = [nn.Parameter(param.detach().double()) for param in parameters(shapes)]
-    theirs = [nn.Parameter(param.detach().double()) for param in parameters(shapes)]
-    model = nn.ParameterList(mine)
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.params = model
-
-        def forward(self, grads: Sequence[torch.Tensor]) -> torch.Tensor:
-            return torch.stack([(p * g).sum() for p, g in zip(mine, grads, strict=True)]).sum()
-
-    ddp = DistributedDataParallel(Net())
-    options = {"max_grad_norm": 0.7} if how == "constructor" else {}
-    optimizer = fusedpg.optim.SGD(mine, lr=1.0, ddp=ddp, **options)
-    oracle = torch.optim.SGD(theirs, lr=1.0)
-    for step in range(3):
-        grads = [randn(4, i, step, numel=p.numel()).double().view_as(p) for i, p in enumerate(mine)]
-        optimizer.zero_grad()
-        ddp(grads).backward()
-        for param, grad in zip(theirs, grads, strict=True):
-            param.grad = grad.clone()
-        want = nn.utils.clip_grad_norm_(theirs, 0.7)
-        assert want > 0.7
-        if how != "constructor":
-            found = (
-                optimizer.clip_grad_norm_(0.7)
-                if how == "method"
-                else nn.utils.clip_grad_norm_(mine, 0.7)
-            )
-            assert found.dtype == torch.float64
-            assert abs(float(found - want)) <= 1e-14 * float(want)
-        optimizer.step()
-        oracle.step()
-    for a, b in zip(mine, theirs, strict=True):
-        assert distance(a.detach(), b.detach()) <= 1e-14
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("write", WRITES)
 @on_ranks(2)

@@ -74,14 +74,16 @@ class Lamb(torch.optim.Optimizer):
         param.copy_(self.exact[param])
 
 
-def of_torch(name: str, params: Any) -> torch.optim.Optimizer:
-    """The oracle; torch has no LAMB."""
+def in_one_process(name: str, params: Any, **options: Any) -> Any:
+    """torch's optimizer; it has no LAMB."""
     if name == "LAMB":
-        return Lamb(params, **OPTIMIZERS[name])
-    made: torch.optim.Optimizer = getattr(torch.optim, name)(
-        params, **OPTIMIZERS[name], foreach=False
-    )
-    return made
+        return Lamb(params, **options)
+    return getattr(torch.optim, name)(params, foreach=False, **options)
+
+
+def of_torch(name: str, params: Any) -> Any:
+    """The oracle of a script."""
+    return in_one_process(name, params, **OPTIMIZERS[name])
 
 
 SCALED = ("scaler", "overflow", "scaler alone", "scaler and max_grad_norm")

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from checks.cases import digest, distance, randn, same
 from checks.faults import rejoin
-from checks.optim_script import Lamb
+from checks.optim_script import in_one_process
 from harness import Context
 
 BF16 = torch.bfloat16
@@ -80,11 +80,7 @@ class Reference:
     def __init__(self, kind: str) -> None:
         self.module = Net()
         name, arguments = KINDS[kind]
-        params = list(self.module.parameters())
-        if name == "LAMB":
-            self.optimizer: Any = Lamb(params, **arguments)
-        else:
-            self.optimizer = getattr(torch.optim, name)(params, foreach=False, **arguments)
+        self.optimizer = in_one_process(name, self.module.parameters(), **arguments)
 
     def steps(self, begin: int) -> None:
         for step in range(begin, begin + STEPS):
