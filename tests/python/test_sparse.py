@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import fusedpg
 import harness
-from checks import sparse
+from checks import fused_ops, sparse
 from checks.cases import digest
 from checks.sparse import Case
 from harness import Context, on_ranks
@@ -259,7 +259,7 @@ def test_fused_disagreement_across_hosts(context: Context) -> None:
     length = fusedpg.shard_range(100_000, context.world_size, context.rank)[1]
     moments = [torch.zeros(length)], [torch.zeros(length)]
     arguments = ([param], [grad], *moments, [], [torch.zeros(())])
-    hyper = {"lr": 0.1, "weight_decay": 0.01} | sparse.STEPS["adamw"]
+    hyper = fused_ops.HYPERS["adamw"]
     for agreed, block_skip in ((False, context.rank == 0), (True, True), (True, False)):
         before = param.clone()
         try:
