@@ -595,14 +595,6 @@ def test_rates_that_change(context: Context, communicator: str) -> None:
 
 
 @pytest.mark.parametrize("communicator", ["allgather", "alltoall", "ps"])
-def test_host_keeps_its_slice_when_buckets_are_rebuilt(communicator: str) -> None:
-    """DDP does so after its first step: all of the shards of a host's slice move."""
-    params = {"compressor": "topk", "memory": "residual", "communicator": communicator}
-    case = compressed.Case(params, "bucket", seed=5, per_host=2)
-    core.check("compressed", "two of two, topk", case)
-
-
-@pytest.mark.parametrize("communicator", ["allgather", "alltoall", "ps"])
 @pytest.mark.parametrize(
     "params",
     [
