@@ -25,6 +25,7 @@ import fusedpg
 import harness
 from checks import optim_assumptions
 from checks.cases import distance, randn, same
+from checks.optim_script import in_mode
 from checks.refused import refused
 from fuzz import core, optimizers
 from harness import Context, on_ranks, slow
@@ -318,12 +319,9 @@ def frozen_memory(context: Context, mode: str) -> int:
             return (self.used * self.frozen[:64]).sum()
 
     model = Model()
-    ddp = None
-    if mode != "manual":
-        ddp = DistributedDataParallel(model, find_unused_parameters=True)
-    optimizer = fusedpg.optim.AdamW(model.parameters(), ddp=ddp, overlap=mode == "overlap")
+    net, optimizer = in_mode(mode, model, ddp={"find_unused_parameters": True})
     for _ in range(3):
-        (ddp or model)().backward()
+        net().backward()
         optimizer.step()
         optimizer.zero_grad()
     assert set(optimizer.state) == {model.used}
@@ -541,9 +539,8 @@ def test_hooks_of_a_fused_optimizer(context: Context) -> None:
 def test_gradients_cannot_be_read(context: Context, mode: str) -> None:
     """Nothing can be read from a gradient of which a rank holds a slice, or nothing."""
     model = nn.Linear(5, 6)
-    ddp = DistributedDataParallel(model) if mode != "manual" else None
-    optimizer = fusedpg.optim.AdamW(model.parameters(), ddp=ddp, overlap=mode == "overlap")
-    (ddp or model)(torch.ones(2, 5)).sum().backward()
+    net, optimizer = in_mode(mode, model)
+    net(torch.ones(2, 5)).sum().backward()
     wrong = []
     for name, read in _reads().items():
         try:
@@ -597,14 +594,11 @@ def test_what_is_added_to_gradients(context: Context) -> None:
 def test_masters_see_writes(context: Context, write: str, mode: str) -> None:
     """Whoever writes half parameters between steps is not overwritten by their masters."""
     model = nn.Linear(37, 11, bias=False).bfloat16()
-    ddp = DistributedDataParallel(model) if mode != "manual" else None
-    optimizer = fusedpg.optim.AdamW(
-        model.parameters(), lr=0.1, ddp=ddp, overlap=mode == "overlap", master_dtype=torch.float32
-    )
+    net, optimizer = in_mode(mode, model, lr=0.1, master_dtype=torch.float32)
 
     def step(lr: float) -> None:
         optimizer.param_groups[0].update(lr=lr, weight_decay=0.0)
-        (ddp or model)(torch.ones(2, 37, dtype=torch.bfloat16)).sum().backward()
+        net(torch.ones(2, 37, dtype=torch.bfloat16)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
 
