@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 import harness
-from checks import several
+from checks import collectives, several
+from checks.faults import fused_step, works
 from fuzz import mistakes
 from fuzz.calls import Env
 from fuzz.programs import GroupSpec, Step
@@ -22,12 +23,6 @@ from harness import Context, on_ranks
 
 pytestmark = pytest.mark.fused_only
 Tensors = list[torch.Tensor]
-
-
-def usable(context: Context) -> None:
-    tensor = torch.full((100,), float(context.rank + 1))
-    dist.all_reduce(tensor)
-    assert bool((tensor == sum(range(1, context.world_size + 1))).all())
 
 
 # --- views: strided, overlapping, in place, expanded -------------------------------
@@ -74,73 +69,36 @@ Model = Callable[[list[Tensors], int, int], Tensors]
 
 @dataclasses.dataclass(frozen=True)
 class Op:
-    call: Callable[[Tensors, Tensors, int], object]
+    """Of a call in `collectives.OPS`."""
+
     model: Model
     outputs: int = 1  # 0: one a rank
     inputs: int = 1
     whole: str = ""  # outputs or inputs are one tensor for all ranks
-    rooted: str = ""
-
-
-def me() -> int:
-    return dist.get_rank()
 
 
 OPS: dict[str, Op] = {
-    "broadcast": Op(
-        lambda o, i, r: dist.broadcast(i[0] if me() == r else o[0], r),
-        lambda i, p, r: [] if p == r else [i[r][0]],
-    ),
-    "all_gather": Op(
-        lambda o, i, r: dist.all_gather(o, i[0]), lambda i, p, r: [x[0] for x in i], 0
-    ),
-    "all_gather_into_tensor": Op(
-        lambda o, i, r: dist.all_gather_into_tensor(o[0], i[0]),
-        lambda i, p, r: [torch.cat([x[0] for x in i])],
-        whole="outputs",
-    ),
-    "gather": Op(
-        lambda o, i, r: dist.gather(i[0], o if me() == r else None, r),
-        lambda i, p, r: [x[0] for x in i] if p == r else [],
-        0,
-    ),
-    "scatter": Op(
-        lambda o, i, r: dist.scatter(o[0], i if me() == r else None, r),
-        lambda i, p, r: [i[r][p]],
-        inputs=0,
-    ),
-    "reduce_scatter": Op(
-        lambda o, i, r: dist.reduce_scatter(o[0], i),
-        lambda i, p, r: [sum(x[p] for x in i)],  # type: ignore[list-item]
-        inputs=0,
-    ),
+    "broadcast": Op(lambda i, p, r: [] if p == r else [i[r][0]]),
+    "all_gather": Op(lambda i, p, r: [x[0] for x in i], outputs=0),
+    "all_gather_into_tensor": Op(lambda i, p, r: [torch.cat([x[0] for x in i])], whole="outputs"),
+    "gather": Op(lambda i, p, r: [x[0] for x in i] if p == r else [], outputs=0),
+    "scatter": Op(lambda i, p, r: [i[r][p]], inputs=0),
+    "reduce_scatter": Op(lambda i, p, r: [sum(x[p] for x in i)], inputs=0),  # type: ignore[list-item]
     "reduce_scatter_tensor": Op(
-        lambda o, i, r: dist.reduce_scatter_tensor(o[0], i[0]),
         lambda i, p, r: [sum(x[0].chunk(len(i))[p] for x in i)],  # type: ignore[list-item]
         whole="inputs",
     ),
-    "all_to_all": Op(
-        lambda o, i, r: dist.all_to_all(o, i), lambda i, p, r: [x[p] for x in i], 0, 0
-    ),
+    "all_to_all": Op(lambda i, p, r: [x[p] for x in i], outputs=0, inputs=0),
     "all_to_all_single": Op(
-        lambda o, i, r: dist.all_to_all_single(o[0], i[0]),
-        lambda i, p, r: [torch.cat([x[0].chunk(len(i))[p] for x in i])],
-        whole="both",
+        lambda i, p, r: [torch.cat([x[0].chunk(len(i))[p] for x in i])], whole="both"
     ),
     # In place: the outputs' layout alone counts.
-    "all_reduce": Op(
-        lambda o, i, r: dist.all_reduce(o[0]),
-        lambda i, p, r: [sum(x[0] for x in i)],  # type: ignore[list-item]
-    ),
-    "reduce": Op(
-        lambda o, i, r: dist.reduce(o[0], r),
-        lambda i, p, r: [sum(x[0] for x in i)] if p == r else [],  # type: ignore[list-item]
-    ),
+    "all_reduce": Op(lambda i, p, r: [sum(x[0] for x in i)]),  # type: ignore[list-item]
+    "reduce": Op(lambda i, p, r: [sum(x[0] for x in i)] if p == r else []),  # type: ignore[list-item]
     "all_reduce_coalesced": Op(
-        lambda o, i, r: dist.all_reduce_coalesced(o),
         lambda i, p, r: [sum(x[k] for x in i) for k in range(len(i))],  # type: ignore[misc]
-        0,
-        0,
+        outputs=0,
+        inputs=0,
     ),
 }
 IN_PLACE = ("all_reduce", "reduce", "all_reduce_coalesced")
@@ -180,7 +138,11 @@ def check_views(context: Context, name: str, layout: str, n: int) -> None:
         got = context.empty(want.numel(), dtype=want.dtype, arena=arena)
         got.copy_(memory_of(context.rank, size, n))
         out, into = views(context, name, layout, n, got, context.rank)
-        op.call(out, into, root)
+        if context.rank == root:  # what the others have is for one who sends or gets nothing
+            out = into if name == "broadcast" else out
+        else:
+            out, into = [] if name == "gather" else out, [] if name == "scatter" else into
+        collectives.OPS[name].call(out, into, root, {})
         differ = int((got != want).sum())
         assert differ == 0, (
             f"{name}, {layout}, n={n}, arena={arena}: {differ} of {got.numel()} elements differ"
@@ -243,9 +205,7 @@ def test_different_values_for_one_element(context: Context) -> None:
     for bad in (torch.zeros(1).expand(4), torch.zeros(3).as_strided((2, 2), (1, 1)).view(2, 2)):
         with pytest.raises(ValueError, match="share memory"):
             gather(bad)
-        tensor = torch.ones(3)
-        dist.all_reduce(tensor)
-        assert tensor.tolist() == [size] * 3
+        works()
 
 
 @on_ranks(2, 3, "two")
@@ -259,9 +219,7 @@ def test_a_scalar_is_not_split(context: Context) -> None:
         with pytest.raises(ValueError, match="scalar"):
             dist.all_to_all_single(out, into)
         assert bool((out == -1).all())
-    tensor = torch.ones(3)
-    dist.all_reduce(tensor)
-    assert tensor.tolist() == [context.world_size] * 3
+    works()
 
 
 # --- several tensors ---------------------------------------------------------------
@@ -308,9 +266,7 @@ def test_several_tensors_refused(context: Context) -> None:
     ):
         with pytest.raises(ValueError, match=r"^fused: "):
             call().wait()
-    tensor = torch.ones(3)
-    dist.all_reduce(tensor)
-    assert tensor.tolist() == [size] * 3
+    works()
 
 
 # --- errors of one rank that leave the group usable ---------------------------------
@@ -353,7 +309,7 @@ def test_one_rank_refuses(context: Context) -> None:
             assert "Exception raised from check_writable" not in text
         else:
             raise AssertionError("nobody raised")
-        usable(context)
+        works()
 
 
 def mismatch_then_adapt(context: Context) -> None:
@@ -441,17 +397,8 @@ def _raises_soon(call: Callable[[], object], what: str) -> None:
 @on_ranks(2, "two")
 def test_abort_without_peers(context: Context) -> None:
     """What waits for ranks that do not come ends with abort(), and what comes later raises."""
-    import fusedpg
-
     groups = [dist.new_group(timeout=timedelta(seconds=20)) for _ in range(4)]
     peer = (context.rank + 1) % context.world_size
-
-    def step(group: dist.ProcessGroup) -> None:
-        n = fusedpg.shard_range(100, context.world_size, context.rank)[1]
-        state = [[torch.zeros(n)], [torch.zeros(n)], [], [torch.tensor(0.0)]]
-        hyper = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0, "eps": 1e-8}
-        tensors = [torch.ones(100)], [torch.ones(100)]
-        fusedpg.fused_adamw_(*tensors, *state, **hyper, group=group)
 
     def later(group: dist.ProcessGroup) -> None:
         dist.all_reduce(torch.ones(5), group=group, async_op=True).wait()
@@ -460,7 +407,7 @@ def test_abort_without_peers(context: Context) -> None:
         "all_reduce": lambda group: dist.all_reduce(torch.ones(5), group=group),
         "later": later,
         "recv": lambda group: dist.recv(torch.ones(5), peer, group),
-        "step": step,
+        "step": lambda group: fused_step(100, group=group),
     }
     dist.barrier()
     if context.rank == 0:

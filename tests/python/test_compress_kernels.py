@@ -5,19 +5,17 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from hypothesis.extra import numpy as arrays
 
 import harness
 from fusedpg._registration import load_extension
 from fusedpg.compress import _kernels, _reference, compressors
 from fusedpg.compress._piece import Piece, Runs
 from fuzz import core
-from fuzz.compress_kernels import largest, philox
+from fuzz.compress_kernels import philox
 
 C = load_extension().compress
 
@@ -50,62 +48,6 @@ def values(kind: str, numel: int, seed: int) -> torch.Tensor:
 
 def same(a: Any, b: Any) -> None:
     np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_topk_is_exact(kind: str) -> None:
-    for seed, numel in enumerate((1, 5, 1000, 32768, 32769, 100_003, 700_001)):
-        grad = values(kind, numel, seed)
-        for k in sorted({1, numel // 1000, numel // 100, numel // 10, numel - 1, numel}):
-            if k < 1:
-                continue
-            residual = torch.zeros(numel)
-            got, indices = C.topk(grad, residual, k)
-            want = largest(grad.numpy(), k)
-            same(indices, want)
-            same(got, grad.numpy()[want])
-            rest = grad.clone()
-            rest[indices.long()] = 0
-            assert torch.equal(residual, rest)
-
-
-@hypothesis.given(
-    arrays.arrays(np.float32, st.integers(0, 300), elements=FLOATS), st.data(), st.booleans()
-)
-@hypothesis.settings(max_examples=100, deadline=None)
-def test_topk_any_values(grad: np.ndarray[Any, Any], data: st.DataObject, both: bool) -> None:
-    k = data.draw(st.integers(0, len(grad)))
-    kept = np.linspace(-1, 1, len(grad)).astype(np.float32) if both else None
-    residual = None if kept is None else torch.from_numpy(kept.copy())
-    with np.errstate(all="ignore"):
-        v = grad if kept is None else np.float32(0.5) * kept + np.float32(2) * grad
-        v = v if kept is not None else np.float32(2) * grad
-    got, indices = C.topk(torch.from_numpy(grad.copy()), residual, k, 0.5, 2.0)
-    same(indices, largest(v, k))
-    same(got, v[indices.numpy()])
-    if residual is not None:
-        v[indices.numpy()] = 0
-        same(residual, v)
-
-
-@hypothesis.given(
-    arrays.arrays(np.float32, st.integers(0, 300), elements=FLOATS),
-    st.sampled_from([0.0, 0.5, 1.0, 100.0, 1e30]),
-    st.integers(0, 20),
-)
-@hypothesis.settings(max_examples=60, deadline=None)
-def test_threshold(grad: np.ndarray[Any, Any], threshold: float, least: int) -> None:
-    least = min(least, len(grad))
-    want = np.flatnonzero(~(np.abs(grad) <= np.float32(threshold)))
-    if len(want) < least:
-        want = largest(grad, least)
-    got, indices = C.threshold(torch.from_numpy(grad.copy()), None, threshold, least)
-    same(indices, want)
-    same(got, grad[want])
-    velocity = torch.from_numpy(grad.copy())
-    again, indices = C.threshold(None, velocity, threshold, least)
-    same(again, grad[want])
-    assert not velocity[indices.long()].any()
 
 
 def test_nan_is_not_hidden() -> None:

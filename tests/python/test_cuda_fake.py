@@ -93,24 +93,14 @@ def test_took_the_stock_path(two: harness.Workers) -> None:
         assert info["state"] == "ok"
 
 
-def test_ordinary_collectives_interleaved(two: harness.Workers) -> None:
-    two.run(cuda_fake.interleaved)
+@pytest.mark.parametrize("check", [cuda_fake.interleaved, cuda_fake.used_flags, cuda_fake.work])
+def test_calls(two: harness.Workers, check: Any) -> None:
+    two.run(check)
 
 
-def test_premul_sums(gpus: harness.Workers) -> None:
-    gpus.run(cuda_fake.premul_sums)
-
-
-def test_used_flags_stay_on_the_device(two: harness.Workers) -> None:
-    two.run(cuda_fake.used_flags)
-
-
-def test_work(two: harness.Workers) -> None:
-    two.run(cuda_fake.work)
-
-
-def test_found_inf_on_one_rank(gpus: harness.Workers) -> None:
-    gpus.run(cuda_fake.found_inf)
+@pytest.mark.parametrize("check", [cuda_fake.premul_sums, cuda_fake.found_inf])
+def test_calls_of_any_number(gpus: harness.Workers, check: Any) -> None:
+    gpus.run(check)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -282,7 +272,7 @@ def test_checkpoints_move_between_paths(tmp_path: Path) -> None:
 def test_disagreement(what: str, field: str) -> None:
     begin = time.monotonic()
     with harness.Workers(2, timeout=20, **harness.fake_gpu()) as gpus:
-        for error in gpus.errors(cuda_fake.disagree, "adamw", what):
+        for error in gpus.errors(optim_faults.disagree, "adamw", what, False):
             assert error.kind == "DistBackendError", error.trace
             assert "fused_adamw_" in error.text and "rank 1: " in error.text, error.text
             assert field in error.text, error.text
@@ -387,35 +377,35 @@ def streams() -> harness.Workers:
 KINDS = ("sync", "async", "coalesced", "coalesced async")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_fused_behind_ordinary(streams: harness.Workers, kind: str) -> None:
-    streams.run(cuda_order.fused_behind, kind)
+OF_EACH_KIND = (
+    cuda_order.fused_behind,
+    cuda_order.ordinary_behind,
+    cuda_order.refused_in_between,
+    cuda_order.eager_then_captured,
+    cuda_order.ordered_in_a_graph,
+)
+OF_ALL_KINDS = (
+    cuda_order.before_the_engine,
+    cuda_order.keeps_coalesced_tensors,
+    cuda_order.keeps_tensors_of_all_callers,
+    cuda_order.fresh_group,
+    cuda_order.calls_beside_a_region,
+    cuda_order.eager_beside_a_capture,
+    cuda_order.out_of_memory_in_a_capture,
+    cuda_order.first_step_captured,
+    cuda_order.other_device_is_current,
+)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_ordinary_behind_fused(streams: harness.Workers, kind: str) -> None:
-    streams.run(cuda_order.ordinary_behind, kind)
+@pytest.mark.parametrize("check", OF_EACH_KIND)
+def test_order_of_each_kind(streams: harness.Workers, check: Any, kind: str) -> None:
+    streams.run(check, kind)
 
 
-def test_first_fused_behind_ordinary(streams: harness.Workers) -> None:
-    streams.run(cuda_order.before_the_engine)
-
-
-def test_coalesced_tensors_are_kept(streams: harness.Workers) -> None:
-    streams.run(cuda_order.keeps_coalesced_tensors)
-
-
-def test_coalesced_tensors_of_all_callers_are_kept(streams: harness.Workers) -> None:
-    streams.run(cuda_order.keeps_tensors_of_all_callers)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_fused_behind_ordinary_after_a_refused_one(streams: harness.Workers, kind: str) -> None:
-    streams.run(cuda_order.refused_in_between, kind)
-
-
-def test_coalescing_in_a_fresh_group(streams: harness.Workers) -> None:
-    streams.run(cuda_order.fresh_group)
+@pytest.mark.parametrize("check", OF_ALL_KINDS)
+def test_order(streams: harness.Workers, check: Any) -> None:
+    streams.run(check)
 
 
 @pytest.mark.parametrize("kind", ["delegate", "ours", "launch", "caller"])
@@ -423,40 +413,10 @@ def test_exception_among_coalesced(streams: harness.Workers, kind: str) -> None:
     streams.run(cuda_order.exception_in_a_region, kind)
 
 
-def test_calls_beside_a_region(streams: harness.Workers) -> None:
-    streams.run(cuda_order.calls_beside_a_region)
-
-
 @pytest.mark.parametrize("what", ["thread", "delegate", "gpu"])
 def test_end_that_raises(what: str) -> None:
     with harness.Workers(1, **harness.fake_gpu() | {"options": {}}) as workers:
         workers.run(cuda_order.end_that_raises, what)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_eager_and_captured(streams: harness.Workers, kind: str) -> None:
-    streams.run(cuda_order.eager_then_captured, kind)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_order_in_a_graph(streams: harness.Workers, kind: str) -> None:
-    streams.run(cuda_order.ordered_in_a_graph, kind)
-
-
-def test_eager_beside_a_capture(streams: harness.Workers) -> None:
-    streams.run(cuda_order.eager_beside_a_capture)
-
-
-def test_out_of_memory_in_a_capture(streams: harness.Workers) -> None:
-    streams.run(cuda_order.out_of_memory_in_a_capture)
-
-
-def test_first_step_captured(streams: harness.Workers) -> None:
-    streams.run(cuda_order.first_step_captured)
-
-
-def test_other_device_is_current(streams: harness.Workers) -> None:
-    streams.run(cuda_order.other_device_is_current)
 
 
 # --- the order of calls, between ranks ----------------------------------------------

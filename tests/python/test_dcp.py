@@ -39,22 +39,33 @@ class Run:
         torch.manual_seed(0)
         # More parameters than ranks, of several sizes: DCP alternates ranks to balance bytes.
         self.model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 5), nn.Linear(5, 8))
+        self.net: nn.Module = self.model  # what is called
+        self.optimizer: Any = None
         self.steps = 0
 
-    def step(self) -> None:
-        self.steps += 1
-
-    def loss(self, model: nn.Module) -> torch.Tensor:
+    def loss(self) -> torch.Tensor:
         self.steps += 1
         x = torch.linspace(-1, 1, 32).view(4, 8) * (self.context.rank + self.steps)
-        return model(x).square().sum()
+        return self.net(x).square().sum()
+
+    def step(self) -> None:
+        self.loss().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
     def saved(self) -> Parts:
         """What is given to DCP."""
-        raise NotImplementedError
+        model, optimizer = get_state_dict(self.net, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
 
     def loaded(self, parts: Parts) -> None:
         """After ``dcp.load(parts)``."""
+        set_state_dict(
+            self.net,
+            self.optimizer,
+            model_state_dict=parts["model"],
+            optim_state_dict=parts["optimizer"],
+        )
 
     def own(self) -> Any:
         """This rank's own, for files and comparisons."""
@@ -64,28 +75,11 @@ class Run:
 class Fused(Run):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self.ddp = DistributedDataParallel(self.model)
+        self.net = self.ddp = DistributedDataParallel(self.model)
         self.optimizer = self.made()
 
     def made(self) -> Any:
         return fusedpg.optim.AdamW(self.model.parameters(), lr=0.01, ddp=self.ddp)
-
-    def step(self) -> None:
-        self.loss(self.ddp).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def saved(self) -> Parts:
-        model, optimizer = get_state_dict(self.ddp, self.optimizer)
-        return {"model": model, "optimizer": optimizer}
-
-    def loaded(self, parts: Parts) -> None:
-        set_state_dict(
-            self.ddp,
-            self.optimizer,
-            model_state_dict=parts["model"],
-            optim_state_dict=parts["optimizer"],
-        )
 
     def own(self) -> Any:
         state = self.optimizer.local_state_dict()["state"]
@@ -135,17 +129,12 @@ class Compressed(Run):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self.ddp = DistributedDataParallel(self.model)
+        self.net = ddp = DistributedDataParallel(self.model)
         self.state = compress.from_params(
             self.PARAMS, named_parameters=self.model.named_parameters()
         )
-        self.ddp.register_comm_hook(self.state, compress.hook)
+        ddp.register_comm_hook(self.state, compress.hook)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
-
-    def step(self) -> None:
-        self.loss(self.ddp).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
 
     def saved(self) -> Parts:
         return {"model": self.model.state_dict(), "compress": self.state}
@@ -188,28 +177,20 @@ class Horovod(Run):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         inner = torch.optim.Adam(self.model.parameters(), lr=0.01)
-        self.optimizer: Any = hvd.DistributedOptimizer(
+        self.optimizer = hvd.DistributedOptimizer(
             inner, named_parameters=self.model.named_parameters()
         )
         self.sampler = hvd.elastic.ElasticSampler(range(40))
 
     def step(self) -> None:
-        self.loss(self.model).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        super().step()
         self.sampler.record_batch(0, 4)
 
     def saved(self) -> Parts:
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        return {"model": model, "optimizer": optimizer, "sampler": self.sampler.state_dict()}
+        return {**super().saved(), "sampler": self.sampler.state_dict()}
 
     def loaded(self, parts: Parts) -> None:
-        set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=parts["model"],
-            optim_state_dict=parts["optimizer"],
-        )
+        super().loaded(parts)
         self.sampler.load_state_dict(parts["sampler"])
 
     def own(self) -> Any:
@@ -234,7 +215,7 @@ class OwnOptimizer(Run):
         self.moments = [torch.zeros(length) for _, length in self.ranges]
 
     def step(self) -> None:
-        self.loss(self.model).backward()
+        self.loss().backward()
         with torch.no_grad():
             for p, m in zip(self.params, self.moments, strict=True):
                 momentum_step.into((p, m), p.grad, p, m, lr=0.01)
@@ -247,6 +228,9 @@ class OwnOptimizer(Run):
         ]
         return {"model": self.model.state_dict(), "moments": slices}
 
+    def loaded(self, parts: Parts) -> None:
+        pass
+
     def own(self) -> Any:
         return [m.clone() for m in self.moments], dict(self.model.state_dict())
 
@@ -254,29 +238,15 @@ class OwnOptimizer(Run):
 class TensorParallel(Run):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self.model = nn.Sequential(
+        self.net = self.model = nn.Sequential(
             fusedpg.ColumnParallelLinear(8, 8), fusedpg.RowParallelLinear(8, 6)
         )
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
 
-    def step(self) -> None:
+    def loss(self) -> torch.Tensor:
         self.steps += 1
         x = torch.linspace(-1, 1, 32).view(4, 8) * self.steps  # the same on all ranks
-        self.model(x).square().sum().backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def saved(self) -> Parts:
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        return {"model": model, "optimizer": optimizer}
-
-    def loaded(self, parts: Parts) -> None:
-        set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=parts["model"],
-            optim_state_dict=parts["optimizer"],
-        )
+        return self.net(x).square().sum()
 
     def own(self) -> Any:
         local = [p.to_local().clone() for p in self.model.parameters()]
@@ -386,14 +356,14 @@ def test_states_of_two_groups_do_not_meet(context: Context, tmp_path: Path) -> N
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     group = halves[context.rank // 2]
     run = Run(context)
-    ddp = DistributedDataParallel(run.model, process_group=group)
+    run.net = ddp = DistributedDataParallel(run.model, process_group=group)
 
     def made() -> compress.State:
         return compress.from_params(Compressed.PARAMS, group=group)
 
     state = made()
     ddp.register_comm_hook(state, compress.hook)
-    run.loss(ddp).backward()
+    run.loss().backward()
     dcp.save({"compress": state}, checkpoint_id=tmp_path)
     fresh = made()
     dcp.load({"compress": fresh}, checkpoint_id=tmp_path)

@@ -43,8 +43,3 @@ def test_upstream_hooks(ranks: harness.Workers, name: str) -> None:
 
 def test_zero_redundancy_optimizer(ranks: harness.Workers) -> None:
     ranks.agree(ddp.zero_redundancy)
-
-
-@pytest.mark.fused_only
-def test_fused_step_equals_ddp_and_adamw(workers: harness.Workers) -> None:
-    workers.agree(ddp.fused_step)

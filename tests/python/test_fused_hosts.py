@@ -217,20 +217,6 @@ def test_objects_and_groups(context: Context) -> None:
     groups.subgroups(context)
 
 
-@pytest.mark.parametrize(
-    "run",
-    [
-        Run(steps=20),
-        Run(steps=20, hyper=(("amsgrad", True),), reduce="sum"),
-        Run(steps=20, scale=8.0, layout="channels_last"),
-        Run(steps=5, async_op=True, memory="mixed", hyper=(("maximize", True),)),
-        Run(steps=20, memory="arena", dtypes=(BF16, FP32), grad_dtypes=(FP16, BF16)),
-    ],
-)
-def test_fused_adamw(spread: Spread, run: Run) -> None:
-    assert len(set(spread[0].run(fused_ops.parity, run))) == 1
-
-
 @on_ranks(*LAYOUTS)
 def test_transport(context: Context) -> None:
     """A new group adds up, and says what carries its messages."""
@@ -501,40 +487,42 @@ def skipping(context: Context, hosts: list[str]) -> None:
         assert same(x, by_hosts(whole, hosts, "SUM")), kind
 
 
+# Of one segment, which the quick part has, and of several.
+NUMELS = [(1003, 40_007), (1, 300_007)]
+
+
+@pytest.mark.parametrize("numels", NUMELS)
 @pytest.mark.parametrize("names", SHARED)
-def test_order_of_sums(names: str) -> None:
+def test_order_of_sums(names: str, numels: tuple[int, ...]) -> None:
     ranks = harness.pool_of_hosts(names)
-    for numel in (1, 1003, 300_007):
+    for numel in numels:
         ranks.run(order, harness.HOSTS[names], numel)
     ranks.run(skipping, harness.HOSTS[names])
 
 
-def test_flat_order_has_the_bits_of_one_host() -> None:
+@pytest.mark.parametrize("numels", NUMELS)
+def test_flat_order_has_the_bits_of_one_host(numels: tuple[int, ...]) -> None:
     ranks = harness.pool_of_hosts("two of two", FUSEDPG_ORDER="flat")
-    for numel in (1003, 300_007):
+    for numel in numels:
         ranks.run(order, ["a"] * 4, numel)
     ranks.run(skipping, ["a"] * 4)
 
 
+@pytest.mark.parametrize("op", ["adamw", "sgd", "adam", "lamb"])
 @pytest.mark.parametrize(("names", "order"), [("three", "hosts"), ("two of two", "flat")])
-def test_fused_steps_have_the_bits_of_one_host(names: str, order: str) -> None:
+def test_fused_steps_have_the_bits_of_one_host(names: str, order: str, op: str) -> None:
     ranks = harness.pool_of_hosts(names, FUSEDPG_ORDER=order)
-    for op in fused_ops.OPS:
-        for more in (
-            {},
-            {"dtypes": (BF16, FP32), "grad_dtypes": (FP16, BF16), "weighted": True},
-            {"dtypes": (BF16,), "master": True, "layout": "transposed"},
-            {"shapes": ((100_003,), (5,)), "weighted": True, "present": 0.3},
-        ):
-            if op == "lamb" and "present" in more:
-                continue
-            run = Run(op, steps=3, **more)
-            one_host = harness.pool(len(harness.HOSTS[names])).run(fused_ops.parity, run)
-            assert set(ranks.run(fused_ops.parity, run)) == set(one_host), run
-
-
-def test_fused_adamw_overflow(spread: Spread) -> None:
-    spread[0].run(fused_ops.overflow, Run())
+    for more in (
+        {},
+        {"dtypes": (BF16, FP32), "grad_dtypes": (FP16, BF16), "weighted": True},
+        {"dtypes": (BF16,), "master": True, "layout": "transposed"},
+        {"shapes": ((100_003,), (5,)), "weighted": True, "present": 0.3},
+    ):
+        if op == "lamb" and "present" in more:
+            continue
+        run = Run(op, steps=3, **more)
+        one_host = harness.pool(len(harness.HOSTS[names])).run(fused_ops.parity, run)
+        assert set(ranks.run(fused_ops.parity, run)) == set(one_host), run
 
 
 def test_ddp(spread: Spread) -> None:

@@ -15,7 +15,9 @@ import fusedpg
 import harness
 from checks import fused_ops, optim_faults
 from checks.cases import MEMORY, same
-from checks.fused_ops import BF16, FP16, FP32, FP64, OPS, OWN_RUNS, RUNS, Model, Run, works
+from checks.faults import works
+from checks.fused_ops import BF16, FP16, FP32, FP64, OPS, OWN_RUNS, RUNS, Model, Run
+from checks.optim_faults import OF_ADAM, WRONG
 from fusedpg._registration import load_extension
 from harness import Context, on_ranks
 
@@ -90,11 +92,6 @@ def test_parity(workers: harness.Workers, variant: str) -> None:
 @pytest.mark.parametrize("variant", OWN)
 def test_own_options(workers: harness.Workers, variant: str) -> None:
     workers.agree(fused_ops.parity, Run(**OWN[variant]))
-
-
-def test_lamb_is_not_divided_twice(workers: harness.Workers) -> None:
-    workers.run(fused_ops.mutant, Run("lamb"))
-    workers.run(fused_ops.mutant, Run("lamb", steps=1))
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -270,47 +267,14 @@ def test_any_mix(
     harness.pool(world_size).agree(fused_ops.parity, run)
 
 
-OF_ADAM = {
-    "fewer second moments": "exp_avg_sqs",
-    "second moment length": "exp_avg_sqs",
-    "no maxima": "max_exp_avg_sqs",
-}
-WRONG = OF_ADAM | {
-    "no params": "params",
-    "fewer grads": "grads",
-    "more params": "grads",
-    "fewer states": "state",
-    "fewer steps": "state_steps",
-    "fewer masters": "master_params",
-    "master of float32": "master_params",
-    "grad shape": "grads[1]",
-    "grad dtype": "grads[0]",
-    "param dtype": "params[0]",
-    "state length": "state",
-    "state dtype": "state",
-    "state gaps": "state",
-    "step dtype": "state_steps[0]",
-    "double param": "grads[0]",
-    "gaps": "params[0]",
-    "reduce": "reduce",
-    "beta1": "beta",
-    "beta2": "beta",
-    "negative weight": "weight",
-    "infinite weight": "weight",
-    "weight of a sum": "weight",
-    "grad_scale": "grad_scale",
-    "found_inf": "found_inf",
-}
-
-
-@pytest.mark.parametrize("what", WRONG)
+@pytest.mark.parametrize("what", [*WRONG, *OF_ADAM])
 @pytest.mark.parametrize("op", OPS)
 def test_wrong_arguments(pair: harness.Workers, op: str, what: str) -> None:
     if op == "sgd" and what in ("fewer steps", "step dtype", "beta1", "beta2"):
         pytest.skip("SGD has none")
     if what in OF_ADAM and not op.startswith("adam"):
         pytest.skip("of Adam")
-    word = WRONG[what]
+    word = (WRONG | OF_ADAM)[what][1]
     if word == "state":
         word = "momentum_buffer_list" if op == "sgd" else "exp_avgs"
     for kind, text in pair.run(optim_faults.wrong, op, what):
@@ -422,7 +386,7 @@ def fake(context: Context, run: Run) -> None:
     }
     kwargs["master_params"] = [one.to("meta") for one in model.masters]
     assert packet(run.op, run.lr_tensor)(*metas, **kwargs) is None
-    works(context)
+    works()
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -525,7 +489,9 @@ def test_compiled_by_inductor(pair: harness.Workers, how: str) -> None:
 # --- groups that span hosts ----------------------------------------------------
 
 
-@pytest.fixture(params=[harness.slow("two"), harness.slow("three"), "two of two"])
+@pytest.fixture(
+    params=["two of two", "three", "two and one", *map(harness.slow, ("two", "crossed"))]
+)
 def spread(request: pytest.FixtureRequest) -> harness.Workers:
     return harness.pool_of_hosts(request.param)
 
@@ -541,6 +507,8 @@ def test_across_hosts(spread: harness.Workers, op: str) -> None:
         {"dtypes": (BF16,), "half_state": True},
         {"dtypes": (FP32, FP64, BF16), "layout": "transposed"},
         {"shapes": ((0,), (5,), (100,), (1,))},
+        {"hyper": (("maximize", True),), "memory": "mixed", "async_op": True},
+        {"memory": "arena", "dtypes": (BF16, FP32), "grad_dtypes": (FP16, BF16)},
     ):
         spread.agree(fused_ops.parity, Run(op, **options))  # type: ignore[arg-type]
     spread.run(fused_ops.overflow, Run(op))

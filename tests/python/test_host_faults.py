@@ -153,7 +153,7 @@ def again(context: Context, ranks: list[int], patience: float) -> None:
     """A failed group refuses at once; nothing is left of it, and a new one works."""
     error = faults.refusal(lambda: dist.all_reduce(torch.ones(3)))
     assert isinstance(error, dist.DistBackendError), error
-    error = faults.refusal(lambda: faults.fused_step(context, 100))
+    error = faults.refusal(lambda: faults.fused_step(100))
     assert isinstance(error, dist.DistBackendError), error
     leave(context, patience)
     join(context, ranks, 20)

@@ -8,8 +8,7 @@ import torch.distributed as dist
 
 import harness
 from checks import cases, numerics
-from checks.cases import Case, reference, same
-from checks.collectives import everyone
+from checks.cases import Case, logical, reference, same
 from harness import Context
 
 pytestmark = pytest.mark.fused_only
@@ -94,7 +93,7 @@ def test_half_types_round_once(context: Context, dtype: torch.dtype) -> None:
 def test_two_ranks_give_the_bits_of_gloo(context: Context) -> None:
     """Two ranks leave no choice of order: our bits are Gloo's bits."""
     case = Case("all_reduce", numel=100_003, seed=2)
-    mine = everyone(context, case)[context.rank].clone()
+    mine = logical(case, context.rank)
     theirs = mine.clone()
     dist.all_reduce(mine)
     dist.all_reduce(theirs, group=context.oracle)

@@ -17,7 +17,8 @@ import fusedpg
 import harness
 from checks import optim
 from checks.cases import digest, distance, same
-from checks.optim import Run, Trainer, fused, grouped, healthy, unchanged
+from checks.faults import works
+from checks.optim import Run, Trainer, fused, grouped, unchanged
 from checks.refused import refused
 from harness import Context, on_ranks
 
@@ -49,20 +50,36 @@ SCALING: dict[str, Callable[[Trainer, bool], object]] = {
 }
 
 
-OVERLAP_REFUSES = (
-    "max_grad_norm",
-    "torch clip",
-    "torch clip, foreach",
-    "clip value",
-    "method",
-    "scaler",
-    "scaler unscale",
-    "isfinite",
-    "norm",
-    "second backward",
-    "second backward, gradients dropped",
-    "rate changed",
-)
+def _params(trainer: Trainer) -> Any:
+    return trainer.net.parameters()
+
+
+def _again(trainer: Trainer) -> None:
+    for param in trainer.params:
+        param.grad = None
+    trainer.backward(1)
+
+
+def _other_rate(trainer: Trainer) -> None:
+    trainer.optimizer.param_groups[0]["lr"] *= 2
+    trainer.optimizer.step()
+
+
+OVERLAP_REFUSES: dict[str, Callable[[Trainer, Any], object]] = {
+    "torch clip": lambda trainer, amp: nn.utils.clip_grad_norm_(_params(trainer), 1.0),
+    "torch clip, foreach": lambda trainer, amp: nn.utils.clip_grad_norm_(
+        _params(trainer), 1.0, foreach=True
+    ),
+    "clip value": lambda trainer, amp: nn.utils.clip_grad_value_(_params(trainer), 1.0),
+    "method": lambda trainer, amp: trainer.optimizer.clip_grad_norm_(1.0),
+    "scaler": lambda trainer, amp: amp.step(trainer.optimizer),
+    "scaler unscale": lambda trainer, amp: amp.unscale_(trainer.optimizer),
+    "isfinite": lambda trainer, amp: [torch.isfinite(p.grad).all() for p in _params(trainer)],
+    "norm": lambda trainer, amp: [param.grad.norm() for param in _params(trainer)],
+    "second backward": lambda trainer, amp: trainer.backward(1),
+    "second backward, gradients dropped": lambda trainer, amp: _again(trainer),
+    "rate changed": lambda trainer, amp: _other_rate(trainer),
+}
 
 
 REFUSES = (
@@ -73,6 +90,7 @@ REFUSES = (
     "gaps",
     "gloo",
     "options",
+    "overlap",
     "hook",
     "foreign",
     "twice",
@@ -201,22 +219,6 @@ def test_master_weights_without_elements(workers: harness.Workers, mode: str) ->
     ours = {"master_dtype": torch.float32}
     run = Run(mode=mode, dtypes=("bfloat16",), steps=5, ours=ours)
     workers.agree(optim.half_with_master, run)
-
-
-@on_ranks(2)
-def test_masters_follow_what_is_written_into_parameters(context: Context) -> None:
-    """A half parameter loaded between steps is taken over by its master."""
-    ours = {"master_dtype": torch.float32}
-    run = Run("SGD", shapes=((1021,), (31, 37)), dtypes=("bfloat16",), ours=ours)
-    trainer = Trainer(context, run)
-    trainer.both(0)
-    with torch.no_grad():
-        for param in trainer.params:
-            param.fill_(3.0)
-        for group in trainer.optimizer.param_groups:
-            group["lr"] = 0.0
-    trainer.both(1)
-    assert all(bool((param == 3.0).all()) for param in trainer.params)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -433,7 +435,7 @@ def scaled_differently(context: Context, mode: str, how: str) -> None:
     with refused("which gradients were", dist.DistBackendError):
         trainer.optimizer.step()
     unchanged([param.detach() for param in trainer.params], before)
-    healthy(context)
+    works()
     # What has multiplied gradients that are gone does not matter.
     for norm in (None, 1.0):
         trainer.optimizer.zero_grad()
@@ -554,7 +556,7 @@ def test_gradients_never_reduced(context: Context, mode: str, before: bool) -> N
     with refused("never reduced"):
         trainer.optimizer.step()
     unchanged(trainer.state(), kept)
-    healthy(context)
+    works()
 
 
 # --- what is refused ------------------------------------------------------------------
@@ -562,48 +564,16 @@ def test_gradients_never_reduced(context: Context, mode: str, before: bool) -> N
 @on_ranks(2)
 def test_overlap_refuses(context: Context, what: str) -> None:
     """What cannot work when parameters change during backward."""
-    if what == "max_grad_norm":
-        with refused("overlap=False", ValueError):
-            Trainer(context, Run(mode="overlap", ours={"max_grad_norm": 1.0}))
-        return
     trainer = Trainer(context, Run(mode="overlap"))
     amp = torch.amp.GradScaler("cpu")
     loss = trainer.net(trainer.gradients(0))
-    if what.startswith("scaler"):
-        loss = amp.scale(loss)
-    loss.backward()
-    healthy(context)  # behind the updates that are under way
+    (amp.scale(loss) if what.startswith("scaler") else loss).backward()
+    works()  # behind the updates that are under way
     kept = trainer.state()
     with refused("overlap=False"):
-        if what == "torch clip":
-            nn.utils.clip_grad_norm_(trainer.net.parameters(), 1.0)
-        elif what == "torch clip, foreach":
-            nn.utils.clip_grad_norm_(trainer.net.parameters(), 1.0, foreach=True)
-        elif what == "clip value":
-            nn.utils.clip_grad_value_(trainer.net.parameters(), 1.0)
-        elif what == "method":
-            trainer.optimizer.clip_grad_norm_(1.0)
-        elif what == "scaler":
-            amp.step(trainer.optimizer)
-        elif what == "scaler unscale":
-            amp.unscale_(trainer.optimizer)
-        elif what == "isfinite":
-            all(bool(torch.isfinite(param.grad).all()) for param in trainer.params)  # type: ignore[arg-type]
-        elif what == "norm":
-            [param.grad.norm() for param in trainer.params]  # type: ignore[union-attr]
-        elif what == "second backward":
-            trainer.backward(1)
-        elif what == "second backward, gradients dropped":
-            for param in trainer.params:
-                param.grad = None
-            trainer.backward(1)
-        elif what == "rate changed":
-            trainer.optimizer.param_groups[0]["lr"] *= 2
-            trainer.optimizer.step()
-        else:
-            raise AssertionError(what)
+        OVERLAP_REFUSES[what](trainer, amp)
     unchanged(trainer.state(), kept)
-    healthy(context)
+    works()
 
 
 @pytest.mark.parametrize("what", REFUSES)
@@ -643,6 +613,9 @@ def test_refuses(context: Context, what: str) -> None:
         ):
             with refused(next(iter(options)), ValueError):
                 fused(Run(), params, **options)
+    elif what == "overlap":
+        with refused("overlap=False", ValueError):
+            Trainer(context, Run(mode="overlap", ours={"max_grad_norm": 1.0}))
     elif what == "hook":
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -662,7 +635,7 @@ def test_refuses(context: Context, what: str) -> None:
         del kept
     else:
         raise AssertionError(what)
-    healthy(context)
+    works()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -678,7 +651,7 @@ def test_sparse_gradients(context: Context, mode: str) -> None:
         net(torch.tensor([1, 2])).sum().backward()
         optimizer.step()
     assert same(module.weight.detach(), before)
-    healthy(context)
+    works()
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["after backward", "before"])
@@ -699,7 +672,7 @@ def test_shared_parameters_are_guarded(context: Context, mode: str, early: bool)
         if early:
             trainer.backward(1)
         trainer.optimizer.step()
-    healthy(context)
+    works()
 
     trainer = Trainer(context, run)
     trainer.both(0)

@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedpg
 import harness
-from checks.optim import healthy
+from checks.faults import works
+from checks.optim_script import in_mode
 from checks.refused import refused
 from harness import Context
 
@@ -54,10 +55,8 @@ class Script:
         torch.manual_seed(7)
         self.context, self.net = context, Net()
         self.params = list(self.net.parameters())
-        self.ddp: Any = DistributedDataParallel(self.net, bucket_cap_mb=BUCKET_MB)
-        self.opt = fusedpg.optim.SGD(
-            self.params, lr=LR, momentum=0.9, ddp=self.ddp, overlap=mode == "overlap"
-        )
+        buckets = {"bucket_cap_mb": BUCKET_MB}
+        self.ddp, self.opt = in_mode(mode, self.net, "SGD", buckets, lr=LR, momentum=0.9)
 
     def loss(self, step: int, **forward: Any) -> torch.Tensor:
         generator = torch.Generator().manual_seed(100 * step + self.context.rank)
@@ -148,7 +147,7 @@ def test_backward_that_raises(context: Context, mode: str, reentrant: bool) -> N
         assert not same(before, looked), "no bucket was begun: the test shows nothing"
     else:
         assert same(before, looked)
-    healthy(context)
+    works()
 
 
 # --- gradients that are put in behind our back ------------------------------------------------
@@ -158,9 +157,8 @@ def test_backward_that_raises(context: Context, mode: str, reentrant: bool) -> N
 @harness.on_ranks(2)
 def test_data_of_a_gradient(context: Context, mode: str) -> None:
     net = nn.Linear(5, 3)
-    ddp = None if mode == "manual" else DistributedDataParallel(net)
-    opt = fusedpg.optim.SGD(net.parameters(), lr=1.0, ddp=ddp, overlap=mode == "overlap")
-    (ddp or net)(torch.ones(2, 5)).sum().backward()
+    called, opt = in_mode(mode, net, "SGD", lr=1.0)
+    called(torch.ones(2, 5)).sum().backward()
     for param in net.parameters():
         with refused("p.grad.data"):
             param.grad.data = torch.full_like(param, 0.25)  # type: ignore[union-attr]
@@ -171,7 +169,7 @@ def test_data_of_a_gradient(context: Context, mode: str) -> None:
     if mode != "overlap":
         # The gradient is the mean of two.
         torch.testing.assert_close(net.weight.detach(), before - 2.0)
-    healthy(context)
+    works()
 
 
 @pytest.mark.parametrize("mode", ["manual", "ddp", "overlap"])
@@ -195,7 +193,7 @@ def test_a_parameter_listed_twice(context: Context, mode: str) -> None:
     with refused("more than once", ValueError):
         (ddp or net)(torch.ones(2, 5)).sum().backward()
         opt.step()
-    healthy(context)
+    works()
 
 
 # --- copies of the module -----------------------------------------------------------------------
@@ -226,8 +224,7 @@ def test_copies_of_a_module(
         return torch.full((2, 5), float(step + context.rank))
 
     torch.manual_seed(3)
-    ddp = DistributedDataParallel(nn.Linear(5, 3).double())
-    opt = fusedpg.optim.SGD(ddp.parameters(), lr=0.1, ddp=ddp, overlap=mode == "overlap")
+    ddp, opt = in_mode(mode, nn.Linear(5, 3).double(), "SGD", lr=0.1)
 
     def train(net: Any, optimizer: Any, steps: range) -> None:
         for step in steps:
@@ -284,8 +281,7 @@ def test_another_type_after_ddp(
             return x
 
     net = Converting()
-    ddp = DistributedDataParallel(net, **options)
-    opt = fusedpg.optim.AdamW(net.parameters(), lr=0.1, ddp=ddp, overlap=mode == "overlap")
+    ddp, opt = in_mode(mode, net, ddp=options, lr=0.1)
     for _ in range(steps):
         ddp(torch.ones(2, 5)).sum().backward()
         opt.step()
@@ -296,4 +292,4 @@ def test_another_type_after_ddp(
         ddp(torch.ones(2, 5)).sum().backward()
         opt.step()
     assert torch.equal(before, net.layers[0].weight.detach())  # type: ignore[operator,union-attr]
-    healthy(context)
+    works()

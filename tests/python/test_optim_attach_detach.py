@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusedpg
 import harness
-from checks.optim_script import Net, Script, Setup, Several, of_torch
+from checks.optim_script import Net, Script, Setup, Several, in_mode, of_torch
 from checks.refused import refused
 from fusedpg._registration import minor_release
 from harness import Context, on_ranks
@@ -135,9 +135,7 @@ def freed(context: Context, mode: str, zero: bool, fails: bool) -> None:
     hooks = nn.modules.module._global_forward_pre_hooks
     hooked = list(hooks)  # tests before this one may have left optimizers
     module: Any = nn.Sequential(*(nn.Linear(40, 40) for _ in range(5)))
-    net: Any = module if mode == "manual" else DistributedDataParallel(module)
-    options = {} if mode == "manual" else {"ddp": net, "overlap": mode == "overlap"}
-    optimizer = fusedpg.optim.AdamW(module.parameters(), **options)
+    net, optimizer = in_mode(mode, module)
     for _ in range(3):
         optimizer.zero_grad()
         net(torch.randn(3, 40)).sum().backward()
@@ -154,7 +152,7 @@ def freed(context: Context, mode: str, zero: bool, fails: bool) -> None:
     alive = [weakref.ref(one) for one in (net, module, optimizer, *module.parameters())]
     if mode != "manual":
         alive.append(weakref.ref(net.reducer))
-    del net, module, optimizer, options
+    del net, module, optimizer
     gc.collect()
     assert not [type(one()).__name__ for one in alive if one() is not None]
     assert used_bytes() <= before, (used_bytes(), before)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-import fusedpg
 from checks.frames import during, watching
+from checks.optim_script import in_mode
 from harness import Context, on_ranks
 
 pytestmark = pytest.mark.fused_only
@@ -24,12 +21,8 @@ LIMITS = {"ddp": (19, 23), "overlap": (40, 16), "manual": (0, 27)}
 @on_ranks(2)
 def test_frames(context: Context, mode: str, layers: int) -> None:
     torch.manual_seed(0)
-    model: Any = nn.Sequential(*(nn.Linear(8, 8) for _ in range(layers)))
-    options: dict[str, Any] = {}
-    if mode != "manual":
-        model = DistributedDataParallel(model)
-        options = {"ddp": model, "overlap": mode == "overlap"}
-    optimizer = fusedpg.optim.AdamW(model.parameters(), lr=1e-3, **options)
+    layered = nn.Sequential(*(nn.Linear(8, 8) for _ in range(layers)))
+    model, optimizer = in_mode(mode, layered, lr=1e-3)
     with watching():
         for _ in range(4):
             optimizer.zero_grad()

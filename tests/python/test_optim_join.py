@@ -14,6 +14,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedpg
+from checks.optim_script import in_mode
 from harness import Context, on_ranks
 
 pytestmark = pytest.mark.fused_only
@@ -116,10 +117,8 @@ def test_local_batch_sizes(context: Context, mode: str, uneven: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 13), nn.Tanh(), nn.Linear(13, 3)).double()
     twin = copy.deepcopy(model)
-    net: Any = model if mode == "manual" else DistributedDataParallel(model)
-    options = {} if mode == "manual" else {"ddp": net, "overlap": mode == "overlap"}
     sgd: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
-    optimizer = fusedpg.optim.SGD(model.parameters(), **sgd, **options)
+    net, optimizer = in_mode(mode, model, "SGD", **sgd)
     oracle = torch.optim.SGD(twin.parameters(), **sgd)
     ranks = range(context.world_size)
     lengths = [3 + (rank if uneven else 0) for rank in ranks]

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusedpg
 from checks.optim_differential import Mode
+from checks.optim_script import in_mode
 from harness import Context, on_ranks
 
 
@@ -36,11 +37,7 @@ def test_compiled_steps(context: Context, kind: str) -> None:
     def run(compiled: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
         model = nn.Linear(8, 8)
-        net: Any = model if kind == "manual" else DistributedDataParallel(model)
-        ddp = None if kind == "manual" else net
-        optimizer = fusedpg.optim.AdamW(
-            model.parameters(), lr=0.1, ddp=ddp, overlap=kind == "overlap"
-        )
+        net, optimizer = in_mode(kind, model, lr=0.1)
 
         def backward(x: torch.Tensor) -> None:
             optimizer.zero_grad()

@@ -15,6 +15,8 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedpg
+from checks.faults import works
+from checks.optim_script import in_mode
 from fusedpg.functional import _backend
 from fusedpg.optim import _torch
 from harness import Context, on_ranks
@@ -26,16 +28,8 @@ class Training:
     def __init__(self, mode: str, **options: Any) -> None:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 5))
-        self.net: Any = self.model
-        if mode != "manual":
-            self.net = DistributedDataParallel(self.model, bucket_cap_mb=1e-4)
-        self.optimizer = fusedpg.optim.AdamW(
-            self.model.parameters(),
-            lr=0.01,
-            ddp=None if mode == "manual" else self.net,
-            overlap=mode == "overlap",
-            **options,
-        )
+        buckets = {"bucket_cap_mb": 1e-4}
+        self.net, self.optimizer = in_mode(mode, self.model, ddp=buckets, lr=0.01, **options)
         self.weight = self.model[2].weight
         self.norm: Any = 0.1
         self.keeper = 0
@@ -209,9 +203,7 @@ def test_all_ranks_raise(context: Context, case: Any) -> None:
         if what != "full_state_dict":
             assert raised.match(rf"rank {context.world_size - 1}")
     # The group goes on.
-    total = torch.ones(3)
-    dist.all_reduce(total)
-    assert bool((total == context.world_size).all())
+    works()
 
 
 WRONG: list[dict[str, Any]] = [

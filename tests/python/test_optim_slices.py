@@ -21,11 +21,6 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed._checkpointable import _Checkpointable
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 
 from fusedpg import shard_range
 from fusedpg.optim import _slices
@@ -563,71 +558,3 @@ def test_a_checkpoint_of_another_shape_is_refused(tmp_path: Path) -> None:
     dcp.save({"x": torch.zeros(4, 3)}, checkpoint_id=tmp_path / "plain", no_dist=True)
     with pytest.raises(dcp.CheckpointException, match="Size mismatch"):
         dcp.load({"x": a_slice()}, checkpoint_id=tmp_path / "plain", no_dist=True)
-
-
-class Sliced(torch.optim.AdamW):
-    """Shows and takes its state as the slices of rank 0 of 2."""
-
-    def state_dict(self) -> dict[str, Any]:
-        result = super().state_dict()
-        params = [param for group in self.param_groups for param in group["params"]]
-        result["state"] = {
-            i: {
-                key: value if key == "step" else slices_of(value, params[i], 2)[0]
-                for key, value in entry.items()
-            }
-            for i, entry in result["state"].items()
-        }
-        return result
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        self.loaded = copy.deepcopy(state_dict)
-
-
-OPTIONS = {
-    "default": {},
-    "offload": {"cpu_offload": True},
-    "flat": {"flatten_optimizer_state_dict": True},
-    "flat offload": {"flatten_optimizer_state_dict": True, "cpu_offload": True},
-    "full": {"full_state_dict": True},
-}
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-def test_state_dict_functions_keep_slices(options: str) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(9, 9), torch.nn.Conv2d(2, 3, 3))
-    model[1].to(memory_format=torch.channels_last)
-    optimizer = Sliced(model.parameters(), lr=0.1)
-    for param in model.parameters():
-        param.grad = torch.randn_like(param)
-    optimizer.step()
-    chosen = StateDictOptions(**OPTIONS[options])
-    found = get_optimizer_state_dict(model, optimizer, options=chosen)
-    prefix = "state." if chosen.flatten_optimizer_state_dict else ""
-    for name, param in model.named_parameters():
-        entry: Any = found if prefix else found["state"][name]
-        value = entry[f"state.{name}.exp_avg" if prefix else "exp_avg"]
-        assert same(value, slices_of(optimizer.state[param]["exp_avg"], param, 2)[0])
-    if chosen.full_state_dict:
-        return
-    set_optimizer_state_dict(model, optimizer, found, options=chosen)
-    for name, param in model.named_parameters():
-        value = optimizer.loaded["state"][name]["exp_avg"]
-        assert same(value, slices_of(optimizer.state[param]["exp_avg"], param, 2)[0])
-
-
-def test_a_full_state_dict_reaches_the_optimizer() -> None:
-    model = torch.nn.Linear(9, 9)
-    optimizer = Sliced(model.parameters())
-    plain = torch.optim.AdamW(model.parameters())
-    for param in model.parameters():
-        param.grad = torch.randn_like(param)
-    plain.step()
-    optimizer.step()
-    chosen = StateDictOptions(full_state_dict=True)
-    whole = get_optimizer_state_dict(model, plain, options=chosen)
-    set_optimizer_state_dict(model, optimizer, whole, options=chosen)
-    for name, param in model.named_parameters():
-        value = optimizer.loaded["state"][name]["exp_avg"]
-        assert type(value) is torch.Tensor
-        assert torch.equal(value, plain.state[param]["exp_avg"])

@@ -119,7 +119,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*:FutureWarning"),
 ]
 
-WAYS = ("full", "merge", "dcp", "dcp flat", "dcp whole", "dcp offload", "consolidate")
+WAYS = (*optim_state.OPTIONS, "dcp whole", "dcp offload", "full", "merge", "consolidate")
 
 
 def skip_whole(kind: str) -> None:
@@ -146,7 +146,7 @@ def test_two_then_four_then_one(way: str, kind: str, layout: str, tmp_path: Path
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16 master"])
 @pytest.mark.parametrize("kind", ["momentum", "adam", "lamb"])
-@pytest.mark.parametrize("way", [*WAYS, "own"])
+@pytest.mark.parametrize("way", ["own", *WAYS[::-1]])
 def test_same_world_same_bits(way: str, kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
     if way in ("dcp whole", "dcp offload"):
         skip_whole(kind)
@@ -359,12 +359,8 @@ def test_consolidates_to_a_rank_only(context: Context) -> None:
     module = Net()
     optimizer = fused(module, "adamw")
     for to in (-1, context.world_size):
-        try:
+        with refused("rank of the group", ValueError):
             optimizer.consolidate_state_dict(to=to)
-        except ValueError as error:
-            assert "rank of the group" in str(error)
-        else:
-            raise AssertionError("there is no such rank")
 
 
 @on_ranks(2)
@@ -454,7 +450,7 @@ def test_memory_of_processes() -> None:
 def test_memory_of_shared_parameters() -> None:
     numel = 8 << 20
     mib = 4 * numel / 2**20
-    size = 3
+    size = 2
     added = {}
     for share in (False, True):
         with harness.Workers(size, oracle=False) as workers:
@@ -483,12 +479,8 @@ def test_writing_shared_parameters(context: Context) -> None:
     assert not bool((module.body == 17).any())
     with torch.no_grad():
         module.body.mul_(1)
-    try:
+    with refused("writing_parameters"):
         steps(context, module, optimizer, 2 * STEPS)
-    except RuntimeError as error:
-        assert "writing_parameters" in str(error)
-    else:
-        raise AssertionError("a write outside step() went unnoticed")
     dist.barrier()
 
 

@@ -25,6 +25,7 @@ import fusedpg
 import harness
 from checks import optim_assumptions
 from checks.cases import distance, randn, same
+from checks.optim_script import in_mode
 from checks.refused import refused
 from fuzz import core, optimizers
 from harness import Context, on_ranks, slow
@@ -318,12 +319,9 @@ def frozen_memory(context: Context, mode: str) -> int:
             return (self.used * self.frozen[:64]).sum()
 
     model = Model()
-    ddp = None
-    if mode != "manual":
-        ddp = DistributedDataParallel(model, find_unused_parameters=True)
-    optimizer = fusedpg.optim.AdamW(model.parameters(), ddp=ddp, overlap=mode == "overlap")
+    net, optimizer = in_mode(mode, model, ddp={"find_unused_parameters": True})
     for _ in range(3):
-        (ddp or model)().backward()
+        net().backward()
         optimizer.step()
         optimizer.zero_grad()
     assert set(optimizer.state) == {model.used}
@@ -541,9 +539,8 @@ def test_hooks_of_a_fused_optimizer(context: Context) -> None:
 def test_gradients_cannot_be_read(context: Context, mode: str) -> None:
     """Nothing can be read from a gradient of which a rank holds a slice, or nothing."""
     model = nn.Linear(5, 6)
-    ddp = DistributedDataParallel(model) if mode != "manual" else None
-    optimizer = fusedpg.optim.AdamW(model.parameters(), ddp=ddp, overlap=mode == "overlap")
-    (ddp or model)(torch.ones(2, 5)).sum().backward()
+    net, optimizer = in_mode(mode, model)
+    net(torch.ones(2, 5)).sum().backward()
     wrong = []
     for name, read in _reads().items():
         try:
@@ -591,63 +588,17 @@ def test_what_is_added_to_gradients(context: Context) -> None:
 
 
 # --- precision, writes, devices -----------------------------------------------------
-@pytest.mark.parametrize("how", ["method", "torch", "constructor"])
-@on_ranks(2)
-def test_clipping_in_double(context: Context, how: str) -> None:
-    """The factor is as exact as the parameters."""
-    shapes = ((67,), (5, 13))
-    mine = [nn.Parameter(param.detach().double()) for param in parameters(shapes)]
-    theirs = [nn.Parameter(param.detach().double()) for param in parameters(shapes)]
-    model = nn.ParameterList(mine)
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.params = model
-
-        def forward(self, grads: Sequence[torch.Tensor]) -> torch.Tensor:
-            return torch.stack([(p * g).sum() for p, g in zip(mine, grads, strict=True)]).sum()
-
-    ddp = DistributedDataParallel(Net())
-    options = {"max_grad_norm": 0.7} if how == "constructor" else {}
-    optimizer = fusedpg.optim.SGD(mine, lr=1.0, ddp=ddp, **options)
-    oracle = torch.optim.SGD(theirs, lr=1.0)
-    for step in range(3):
-        grads = [randn(4, i, step, numel=p.numel()).double().view_as(p) for i, p in enumerate(mine)]
-        optimizer.zero_grad()
-        ddp(grads).backward()
-        for param, grad in zip(theirs, grads, strict=True):
-            param.grad = grad.clone()
-        want = nn.utils.clip_grad_norm_(theirs, 0.7)
-        assert want > 0.7
-        if how != "constructor":
-            found = (
-                optimizer.clip_grad_norm_(0.7)
-                if how == "method"
-                else nn.utils.clip_grad_norm_(mine, 0.7)
-            )
-            assert found.dtype == torch.float64
-            assert abs(float(found - want)) <= 1e-14 * float(want)
-        optimizer.step()
-        oracle.step()
-    for a, b in zip(mine, theirs, strict=True):
-        assert distance(a.detach(), b.detach()) <= 1e-14
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("write", WRITES)
 @on_ranks(2)
 def test_masters_see_writes(context: Context, write: str, mode: str) -> None:
     """Whoever writes half parameters between steps is not overwritten by their masters."""
     model = nn.Linear(37, 11, bias=False).bfloat16()
-    ddp = DistributedDataParallel(model) if mode != "manual" else None
-    optimizer = fusedpg.optim.AdamW(
-        model.parameters(), lr=0.1, ddp=ddp, overlap=mode == "overlap", master_dtype=torch.float32
-    )
+    net, optimizer = in_mode(mode, model, lr=0.1, master_dtype=torch.float32)
 
     def step(lr: float) -> None:
         optimizer.param_groups[0].update(lr=lr, weight_decay=0.0)
-        (ddp or model)(torch.ones(2, 37, dtype=torch.bfloat16)).sum().backward()
+        net(torch.ones(2, 37, dtype=torch.bfloat16)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
 

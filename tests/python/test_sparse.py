@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import fusedpg
 import harness
-from checks import sparse
+from checks import fused_ops, sparse
 from checks.cases import digest
 from checks.sparse import Case
 from harness import Context, on_ranks
@@ -40,46 +40,21 @@ def test_equals_dense(workers: harness.Workers, overlap: str) -> None:
         workers.run(sparse.equals_dense, *cases)
 
 
-@pytest.mark.parametrize("names", harness.HOSTS)
-def test_equals_dense_across_hosts(names: str) -> None:
-    ranks = harness.pool_of_hosts(names)
-    for density in DENSITIES:
-        ranks.run(
-            sparse.equals_dense,
-            *[
-                Case(numel, density=density, overlap=overlap, seed=numel)
-                for numel in (400_003, 255)
-                for overlap in ("random", "full", "none")
-            ],
-        )
-
-
-@pytest.mark.parametrize("dtype", sparse.DTYPES)
-def test_types(ranks: harness.Workers, dtype: str) -> None:
-    ops = ("SUM", "AVG") if dtype in ("fp64", "fp32") else ("SUM",)
-    ranks.run(
-        sparse.equals_dense,
-        *[
-            Case(70_001, block, dtype=dtype, op=op, density=0.2)
-            for block in (32, 100, 4096, 65536)
-            for op in ops
-        ],
-    )
-
-
 @hypothesis.given(
-    numel=st.integers(0, 60_000),
-    block=st.integers(32, 5000),
+    numel=st.integers(0, 60_000) | st.sampled_from([70_001, 400_003]),
+    block=st.integers(32, 5000) | st.sampled_from([4096, 65536]),
     density=st.sampled_from(DENSITIES),
     overlap=st.sampled_from(["random", "full", "none"]),
     dtype=st.sampled_from(list(sparse.DTYPES)),
+    average=st.booleans(),
     arena=st.booleans(),
     offset=st.integers(0, 40),
     seed=st.integers(0, 1000),
 )
-@hypothesis.settings(max_examples=60)
-def test_any_case(**case: object) -> None:
-    harness.pool(3).run(sparse.equals_dense, Case(**case))  # type: ignore[arg-type]
+@hypothesis.settings(max_examples=50)
+def test_any_case(ranks: harness.Workers, average: bool, **case: Any) -> None:
+    op = "AVG" if average and case["dtype"] in ("fp64", "fp32") else "SUM"
+    ranks.run(sparse.equals_dense, Case(op=op, **case))
 
 
 @pytest.mark.parametrize("density", [0.01, 0.1, 0.3])
@@ -259,7 +234,7 @@ def test_fused_disagreement_across_hosts(context: Context) -> None:
     length = fusedpg.shard_range(100_000, context.world_size, context.rank)[1]
     moments = [torch.zeros(length)], [torch.zeros(length)]
     arguments = ([param], [grad], *moments, [], [torch.zeros(())])
-    hyper = {"lr": 0.1, "weight_decay": 0.01} | sparse.STEPS["adamw"]
+    hyper = fused_ops.HYPERS["adamw"]
     for agreed, block_skip in ((False, context.rank == 0), (True, True), (True, False)):
         before = param.clone()
         try:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from checks.cases import randn
-from checks.fused_ops import Lamb
+from checks.optim_script import in_one_process
 from gpu_checks import table
 from gpu_checks.device import DEVICE
 
@@ -108,17 +108,19 @@ def agreement(api: table.CudaApi) -> None:
 
 
 def torch_optimizer(formula: str, hyper: dict[str, Any], params: list[torch.Tensor]) -> Any:
-    if formula == "lamb":
-        names = ("lr", "beta1", "beta2", "eps", "weight_decay")
-        return Lamb(params, **{name: hyper[name] for name in names})
-    options = {"lr": hyper["lr"], "weight_decay": hyper["weight_decay"], "foreach": False}
-    if formula == "sgd":
-        momentum, nesterov = hyper.get("momentum", 0.0), hyper.get("nesterov", False)
-        return torch.optim.SGD(params, momentum=momentum, nesterov=nesterov, **options)
-    kind = torch.optim.AdamW if hyper.get("decoupled", True) else torch.optim.Adam
-    betas = hyper["beta1"], hyper["beta2"]
-    amsgrad = hyper.get("amsgrad", False)
-    return kind(params, betas=betas, eps=hyper["eps"], amsgrad=amsgrad, **options)
+    adam = "AdamW" if hyper.get("decoupled", True) else "Adam"
+    kind = {"sgd": "SGD", "lamb": "LAMB"}.get(formula, adam)
+    options: dict[str, Any] = {"lr": hyper["lr"], "weight_decay": hyper["weight_decay"]}
+    if kind == "SGD":
+        options |= {
+            "momentum": hyper.get("momentum", 0.0),
+            "nesterov": hyper.get("nesterov", False),
+        }
+    else:
+        options |= {"betas": (hyper["beta1"], hyper["beta2"]), "eps": hyper["eps"]}
+    if kind == adam:
+        options["amsgrad"] = hyper.get("amsgrad", False)
+    return in_one_process(kind, params, **options)
 
 
 def update(

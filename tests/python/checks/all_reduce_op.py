@@ -19,7 +19,6 @@ from checks.faults import mark
 from harness import Context
 
 OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
-SIZES = (0, 1, 7, 1024, 4099, 1 << 18)  # to 1 MiB of fp32
 
 
 def _agree(given: torch.Tensor, redop: str) -> None:
@@ -36,25 +35,6 @@ def types(context: Context) -> None:
         for redop in OPS:
             if supported(redop, dtype):
                 _agree(values(context.rank, 1000, dtype), redop)
-
-
-def sizes(context: Context) -> None:
-    for numel in SIZES:
-        for redop in ("SUM", "MAX"):
-            _agree(values(context.rank, numel, torch.float32), redop)
-
-
-def strides(context: Context) -> None:
-    """Elements between those of the tensor keep their values."""
-    base = values(context.rank, 6000, torch.float32).view(60, 100)
-    for cut in (base.t(), base[:, ::3], base[5:, 7:]):
-        whole, twin = base.clone(), base.clone()
-        mine, its = (
-            t.as_strided(cut.size(), cut.stride(), cut.storage_offset()) for t in (whole, twin)
-        )
-        fusedpg.all_reduce_(mine)
-        dist.all_reduce(its)
-        assert torch.equal(whole, twin)
 
 
 def bits_of_views(context: Context) -> None:
@@ -77,19 +57,6 @@ def bits_of_views(context: Context) -> None:
     fusedpg.all_reduce_(view, "max")
     assert torch.equal(view.resolve_neg(), expected)
     assert torch.equal(plain, -expected)
-
-
-def beside_the_other_call(context: Context) -> None:
-    """Ranks that call one of the two fit those that call the other."""
-    for dtype in (torch.float32, torch.complex64):
-        given = values(context.rank, 1000, dtype)
-        expected, got = given.clone(), given.clone()
-        dist.all_reduce(expected)
-        if context.rank == 0:
-            dist.all_reduce(got)
-        else:
-            fusedpg.all_reduce_(got)
-        assert torch.equal(got, expected), dtype
 
 
 class Seen(torch.Tensor):

@@ -41,60 +41,38 @@ def finish(work: Any, case: Case) -> None:
         assert work is None
 
 
-def everyone(context: Context, case: Case) -> Tensors:
-    """The inputs of all ranks."""
+Fold = Callable[[Callable[[int], torch.Tensor]], torch.Tensor]
+"""The sum of what each rank contributes, by its number."""
+Recipe = Callable[[Context, Case, Fold], Tensors]
+"""Tensors that a rank has for a collective, or gets of it."""
+Call = Callable[[Tensors, Tensors, int, dict[str, Any]], Any]
+"""A call by outputs, inputs, the root and keywords."""
+
+
+def first(given: Callable[[int], torch.Tensor]) -> torch.Tensor:
+    """In place of a sum, where its shape alone matters."""
+    return given(0)
+
+
+def own(context: Context, case: Case, fold: Fold) -> Tensors:
+    return [logical(case, context.rank)]
+
+
+def everyone(context: Context, case: Case, fold: Fold) -> Tensors:
     return [logical(case, rank) for rank in range(context.world_size)]
 
 
-def outputs(context: Context, case: Case, like: Tensors) -> list[Placed]:
-    """Places for results: the layout of the case, contents that must go."""
-    return [Placed(context, case, torch.zeros_like(tensor)) for tensor in like]
-
-
-def unplaced(placed: list[Placed]) -> Tensors:
-    for one in placed:
-        one.guarded()
-    return [one.tensor for one in placed]
-
-
-def run_broadcast(context: Context, case: Case, group: Any) -> Tensors:
-    placed = Placed(context, case, logical(case, context.rank))
-    finish(dist.broadcast(placed.tensor, case.root, group, case.async_op), case)
-    return unplaced([placed])
-
-
-def expect_broadcast(context: Context, case: Case) -> Tensors:
+def of_root(context: Context, case: Case, fold: Fold) -> Tensors:
     return [logical(case, case.root)]
 
 
-def run_all_reduce(context: Context, case: Case, group: Any) -> Tensors:
-    placed = Placed(context, case, logical(case, context.rank))
-    op = reduce_op(case.redop)
-    finish(dist.all_reduce(placed.tensor, op, group, case.async_op), case)
-    return unplaced([placed])
+def for_all(context: Context, case: Case, fold: Fold) -> Tensors:
+    """What the root alone has."""
+    return everyone(context, case, fold) if context.rank == case.root else []
 
 
-def expect_all_reduce(context: Context, case: Case) -> Tensors:
-    return [reference(case.redop, everyone(context, case))]
-
-
-def run_reduce(context: Context, case: Case, group: Any) -> Tensors:
-    placed = Placed(context, case, logical(case, context.rank))
-    op = reduce_op(case.redop)
-    finish(dist.reduce(placed.tensor, case.root, op, group, case.async_op), case)
-    return unplaced([placed] if context.rank == case.root else [])
-
-
-def expect_reduce(context: Context, case: Case) -> Tensors:
-    return expect_all_reduce(context, case) if context.rank == case.root else []
-
-
-def run_all_gather(context: Context, case: Case, group: Any) -> Tensors:
-    placed = Placed(context, case, logical(case, context.rank))
-    out = outputs(context, case, everyone(context, case))
-    finish(dist.all_gather([one.tensor for one in out], placed.tensor, group, case.async_op), case)
-    placed.untouched()
-    return unplaced(out)
+def total(context: Context, case: Case, fold: Fold) -> Tensors:
+    return [fold(lambda rank: logical(case, rank))]
 
 
 def uneven_sizes(context: Context, case: Case) -> list[int]:
@@ -102,31 +80,34 @@ def uneven_sizes(context: Context, case: Case) -> list[int]:
     return [max(count(case) // 2 + 7 * rank - 3, 0) for rank in range(context.world_size)]
 
 
-def run_all_gather_uneven(context: Context, case: Case, group: Any) -> Tensors:
-    like = expect_all_gather_uneven(context, case)
-    placed = Placed(context, case, like[context.rank])
-    out = outputs(context, case, like)
-    finish(dist.all_gather([one.tensor for one in out], placed.tensor, group, case.async_op), case)
-    placed.untouched()
-    return unplaced(out)
-
-
-def expect_all_gather_uneven(context: Context, case: Case) -> Tensors:
+def everyone_uneven(context: Context, case: Case, fold: Fold) -> Tensors:
     sizes = uneven_sizes(context, case)
     return [logical(case, rank, (size,)) for rank, size in enumerate(sizes)]
 
 
-def run_all_gather_into_tensor(context: Context, case: Case, group: Any) -> Tensors:
-    placed = Placed(context, case, logical(case, context.rank))
-    like = torch.cat(everyone(context, case))
-    out = Placed(context, case, torch.zeros_like(like), layout="contiguous")
-    finish(dist.all_gather_into_tensor(out.tensor, placed.tensor, group, case.async_op), case)
-    placed.untouched()
-    return unplaced([out])
+def own_uneven(context: Context, case: Case, fold: Fold) -> Tensors:
+    return [everyone_uneven(context, case, fold)[context.rank]]
 
 
-def expect_all_gather_into_tensor(context: Context, case: Case) -> Tensors:
-    return [torch.cat(everyone(context, case))]
+def split(case: Case, source: int, target: int) -> int:
+    """How many rows `source` sends to `target`; zero for some."""
+    return (case.numel // 5 + 1) * ((source + 2 * target + case.seed) % 3)
+
+
+def splits(context: Context, case: Case) -> dict[str, list[int]]:
+    ranks = range(context.world_size)
+    return {
+        "output_split_sizes": [split(case, rank, context.rank) for rank in ranks],
+        "input_split_sizes": [split(case, context.rank, rank) for rank in ranks],
+    }
+
+
+# The shape of what a source has for a target, where it is not the case's.
+SHAPES: dict[str, Callable[[Context, Case, int, int], tuple[int, ...]]] = {
+    "by target": lambda context, case, source, target: (uneven_sizes(context, case)[target],),
+    "by source": lambda context, case, source, target: (count(case) + source,),
+    "rows": lambda context, case, source, target: (split(case, source, target), 5),
+}
 
 
 def part(case: Case, source: int, target: int, shape: Any = None) -> torch.Tensor:
@@ -135,292 +116,234 @@ def part(case: Case, source: int, target: int, shape: Any = None) -> torch.Tenso
     return logical(dataclasses.replace(case, seed=seed), source, shape)
 
 
-def run_reduce_scatter(context: Context, case: Case, group: Any) -> Tensors:
-    ranks = range(context.world_size)
-    placed = [Placed(context, case, part(case, context.rank, rank)) for rank in ranks]
-    out = outputs(context, case, [part(case, 0, context.rank)])
-    inputs = [one.tensor for one in placed]
-    op = reduce_op(case.redop)
-    finish(dist.reduce_scatter(out[0].tensor, inputs, op, group, case.async_op), case)
-    for one in placed:
-        one.untouched()
-    return unplaced(out)
+def between(context: Context, case: Case, source: int, target: int, shape: str) -> torch.Tensor:
+    made = SHAPES[shape](context, case, source, target) if shape else None
+    return part(case, source, target, made)
 
 
-def expect_reduce_scatter(context: Context, case: Case) -> Tensors:
-    ranks = range(context.world_size)
-    return [reference(case.redop, [part(case, rank, context.rank) for rank in ranks])]
-
-
-def run_reduce_scatter_uneven(context: Context, case: Case, group: Any) -> Tensors:
-    sizes = uneven_sizes(context, case)
-    placed = [
-        Placed(context, case, part(case, context.rank, rank, (size,)))
-        for rank, size in enumerate(sizes)
+def sent(shape: str = "") -> Recipe:
+    """A tensor for each rank."""
+    return lambda context, case, fold: [
+        between(context, case, context.rank, rank, shape) for rank in range(context.world_size)
     ]
-    out = outputs(context, case, expect_reduce_scatter_uneven(context, case))
-    inputs = [one.tensor for one in placed]
-    op = reduce_op(case.redop)
-    finish(dist.reduce_scatter(out[0].tensor, inputs, op, group, case.async_op), case)
-    for one in placed:
-        one.untouched()
-    return unplaced(out)
 
 
-def expect_reduce_scatter_uneven(context: Context, case: Case) -> Tensors:
-    shape = (uneven_sizes(context, case)[context.rank],)
-    ranks = range(context.world_size)
-    return [reference(case.redop, [part(case, rank, context.rank, shape) for rank in ranks])]
-
-
-def run_reduce_scatter_tensor(context: Context, case: Case, group: Any) -> Tensors:
-    ranks = range(context.world_size)
-    whole = torch.cat([part(case, context.rank, rank) for rank in ranks])
-    placed = Placed(context, case, whole, layout="contiguous")
-    out = outputs(context, case, [part(case, 0, context.rank)])
-    op = reduce_op(case.redop)
-    finish(
-        dist.reduce_scatter_tensor(out[0].tensor, placed.tensor, op, group, case.async_op),
-        case,
-    )
-    placed.untouched()
-    return unplaced(out)
-
-
-def run_gather(context: Context, case: Case, group: Any) -> Tensors:
-    placed = Placed(context, case, logical(case, context.rank))
-    root = context.rank == case.root
-    out = outputs(context, case, everyone(context, case)) if root else []
-    lists = [one.tensor for one in out] if root else None
-    finish(dist.gather(placed.tensor, lists, case.root, group, case.async_op), case)
-    placed.untouched()
-    return unplaced(out)
-
-
-def expect_gather(context: Context, case: Case) -> Tensors:
-    return everyone(context, case) if context.rank == case.root else []
-
-
-def run_scatter(context: Context, case: Case, group: Any) -> Tensors:
-    root = context.rank == case.root
-    placed = [Placed(context, case, one) for one in everyone(context, case)] if root else []
-    lists = [one.tensor for one in placed] if root else None
-    out = outputs(context, case, [logical(case, 0)])
-    finish(dist.scatter(out[0].tensor, lists, case.root, group, case.async_op), case)
-    for one in placed:
-        one.untouched()
-    return unplaced(out)
-
-
-def expect_scatter(context: Context, case: Case) -> Tensors:
-    return [logical(case, context.rank)]
-
-
-def run_all_to_all(context: Context, case: Case, group: Any) -> Tensors:
-    ranks = range(context.world_size)
-    sizes = [(count(case) + rank,) for rank in ranks]
-    placed = [
-        Placed(context, case, part(case, context.rank, rank, sizes[context.rank])) for rank in ranks
+def received(shape: str = "") -> Recipe:
+    """A tensor from each rank."""
+    return lambda context, case, fold: [
+        between(context, case, rank, context.rank, shape) for rank in range(context.world_size)
     ]
-    out = outputs(context, case, [part(case, rank, context.rank, sizes[rank]) for rank in ranks])
-    finish(
-        dist.all_to_all(
-            [one.tensor for one in out], [one.tensor for one in placed], group, case.async_op
-        ),
-        case,
-    )
-    for one in placed:
-        one.untouched()
-    return unplaced(out)
 
 
-def expect_all_to_all(context: Context, case: Case) -> Tensors:
-    ranks = range(context.world_size)
-    return [part(case, rank, context.rank, (count(case) + rank,)) for rank in ranks]
+def summed(shape: str = "") -> Recipe:
+    """The sum of what all ranks have for this one."""
+    return lambda context, case, fold: [
+        fold(lambda rank: between(context, case, rank, context.rank, shape))
+    ]
 
 
-def run_all_to_all_single(context: Context, case: Case, group: Any) -> Tensors:
-    ranks = range(context.world_size)
-    whole = torch.cat([part(case, context.rank, rank) for rank in ranks])
-    placed = Placed(context, case, whole, layout="contiguous")
-    out = Placed(context, case, torch.zeros_like(whole), layout="contiguous")
-    finish(
-        dist.all_to_all_single(out.tensor, placed.tensor, group=group, async_op=case.async_op),
-        case,
-    )
-    placed.untouched()
-    return unplaced([out])
+def joined(recipe: Recipe) -> Recipe:
+    """The same as one tensor."""
+    return lambda context, case, fold: [torch.cat(recipe(context, case, fold))]
 
 
-def expect_all_to_all_single(context: Context, case: Case) -> Tensors:
-    ranks = range(context.world_size)
-    return [torch.cat([part(case, rank, context.rank) for rank in ranks])]
-
-
-def split(case: Case, source: int, target: int) -> int:
-    """How many rows `source` sends to `target`; zero for some."""
-    return (case.numel // 5 + 1) * ((source + 2 * target + case.seed) % 3)
-
-
-def rows(case: Case, source: int, target: int) -> torch.Tensor:
-    return part(case, source, target, (split(case, source, target), 5))
-
-
-def run_all_to_all_uneven(context: Context, case: Case, group: Any) -> Tensors:
-    ranks = range(context.world_size)
-    whole = torch.cat([rows(case, context.rank, rank) for rank in ranks])
-    placed = Placed(context, case, whole, layout="contiguous")
-    like = expect_all_to_all_uneven(context, case)[0]
-    out = Placed(context, case, torch.zeros_like(like), layout="contiguous")
-    finish(
-        dist.all_to_all_single(
-            out.tensor,
-            placed.tensor,
-            [split(case, rank, context.rank) for rank in ranks],
-            [split(case, context.rank, rank) for rank in ranks],
-            group,
-            case.async_op,
-        ),
-        case,
-    )
-    placed.untouched()
-    return unplaced([out])
-
-
-def expect_all_to_all_uneven(context: Context, case: Case) -> Tensors:
-    ranks = range(context.world_size)
-    return [torch.cat([rows(case, rank, context.rank) for rank in ranks])]
-
-
-def several(context: Context, case: Case) -> list[Tensors]:
-    """Three tensors per rank, for the coalesced forms."""
+def several(case: Case, rank: int) -> Tensors:
+    """Three tensors of a rank, for the coalesced forms."""
     cases = [
         dataclasses.replace(case, seed=case.seed + 7 * i, numel=case.numel // (i + 1), layout="x")
         for i in range(3)
     ]
-    return [[logical(one, rank) for one in cases] for rank in range(context.world_size)]
+    return [logical(one, rank) for one in cases]
 
 
-def run_all_reduce_coalesced(context: Context, case: Case, group: Any) -> Tensors:
-    placed = [
-        Placed(context, case, one, layout="contiguous")
-        for one in several(context, case)[context.rank]
-    ]
-    work = dist.all_reduce_coalesced(
-        [one.tensor for one in placed], reduce_op(case.redop), group, case.async_op
-    )
-    if case.async_op:
-        work.wait()
-    return unplaced(placed)
+def own_several(context: Context, case: Case, fold: Fold) -> Tensors:
+    return several(case, context.rank)
 
 
-def expect_all_reduce_coalesced(context: Context, case: Case) -> Tensors:
-    return [reference(case.redop, list(one)) for one in zip(*several(context, case), strict=True)]
+def total_of_several(context: Context, case: Case, fold: Fold) -> Tensors:
+    return [fold(lambda rank, i=i: several(case, rank)[i]) for i in range(3)]  # type: ignore[misc]
 
 
-def run_coalescing_manager(context: Context, case: Case, group: Any) -> Tensors:
-    placed = [
-        Placed(context, case, one, layout="contiguous")
-        for one in several(context, case)[context.rank]
-    ]
-    with dist._coalescing_manager(group, async_ops=case.async_op) as manager:
-        for one in placed:
-            dist.all_reduce(one.tensor, reduce_op(case.redop), group)
-    if case.async_op:
-        manager.wait()
-    return unplaced(placed)
+def several_joined(context: Context, case: Case, fold: Fold) -> Tensors:
+    every = [several(case, rank) for rank in range(context.world_size)]
+    return [torch.cat(one) for one in zip(*every, strict=True)]
 
 
-def run_coalesced_all_gather(context: Context, case: Case, group: Any) -> Tensors:
-    contents = several(context, case)[context.rank]
-    placed = [Placed(context, case, one, layout="contiguous") for one in contents]
-    out = [
-        Placed(context, case, torch.cat([torch.zeros_like(one)] * context.world_size), "contiguous")
-        for one in contents
-    ]
-    with dist._coalescing_manager(group):
-        for source, target in zip(placed, out, strict=True):
-            dist.all_gather_into_tensor(target.tensor, source.tensor, group)
-    return unplaced(out)
-
-
-def expect_coalesced_all_gather(context: Context, case: Case) -> Tensors:
-    return [torch.cat(one) for one in zip(*several(context, case), strict=True)]
-
-
-def run_coalesced_reduce_scatter(context: Context, case: Case, group: Any) -> Tensors:
-    sizes = [one.numel() for one in several(context, case)[0]]
-    ranks = range(context.world_size)
-    placed = [
-        Placed(
-            context,
-            case,
-            torch.cat([part(case, context.rank, rank, (size,)) for rank in ranks]),
-            "contiguous",
-        )
-        for size in sizes
-    ]
-    out = [Placed(context, case, part(case, 0, 0, (size,)), "contiguous") for size in sizes]
-    with dist._coalescing_manager(group):
-        for source, target in zip(placed, out, strict=True):
-            dist.reduce_scatter_tensor(target.tensor, source.tensor, reduce_op(case.redop), group)
-    return unplaced(out)
-
-
-def expect_coalesced_reduce_scatter(context: Context, case: Case) -> Tensors:
-    sizes = [one.numel() for one in several(context, case)[0]]
+def several_sent(context: Context, case: Case, fold: Fold) -> Tensors:
+    """As much for each rank as one of `several` has."""
     ranks = range(context.world_size)
     return [
-        reference(case.redop, [part(case, rank, context.rank, (size,)) for rank in ranks])
-        for size in sizes
+        torch.cat([part(case, context.rank, rank, one.shape) for rank in ranks])
+        for one in several(case, 0)
     ]
+
+
+def several_summed(context: Context, case: Case, fold: Fold) -> Tensors:
+    return [
+        fold(lambda rank, one=one: part(case, rank, context.rank, one.shape))  # type: ignore[misc]
+        for one in several(case, 0)
+    ]
+
+
+def coalesced(call: Callable[..., Any]) -> Call:
+    """A call for each of several tensors, which torch hands over together."""
+
+    def run(out: Tensors, given: Tensors, root: int, how: dict[str, Any]) -> Any:
+        each = {key: value for key, value in how.items() if key != "async_op"}
+        with dist._coalescing_manager(how["group"], async_ops=how["async_op"]) as manager:
+            for one, other in zip(out, given, strict=True):
+                call(one, other, **each)
+        return manager if how["async_op"] else None
+
+    return run
 
 
 @dataclasses.dataclass(frozen=True)
 class Op:
-    """A collective: how to call it, what it gives, and what it takes."""
+    """A collective: how to call it, what it takes and what it gives."""
 
-    run: Callable[[Context, Case, Any], Tensors]
-    expect: Callable[[Context, Case], Tensors]
+    call: Call
+    takes: Recipe
+    gives: Recipe
     reduces: bool = False
     layouts: bool = True
     gloo: bool = True  # whether Gloo has it
+    in_place: bool = False
+    to_root: bool = False  # nobody else gets anything
+    more: Callable[[Context, Case], dict[str, Any]] = lambda context, case: {}
+
+    def expect(self, context: Context, case: Case) -> Tensors:
+        """What this rank gets."""
+        ranks = range(context.world_size)
+
+        def fold(given: Callable[[int], torch.Tensor]) -> torch.Tensor:
+            return reference(case.redop, [given(rank) for rank in ranks])
+
+        return self._given(context, case, fold)
+
+    def _given(self, context: Context, case: Case, fold: Fold) -> Tensors:
+        here = not self.to_root or context.rank == case.root
+        return self.gives(context, case, fold) if here else []
+
+    def run(self, context: Context, case: Case, group: Any) -> Tensors:
+        """What this rank has got, in the layout and memory of the case; contents must go."""
+        layout = None if self.layouts else "contiguous"
+
+        def placed(tensors: Tensors) -> list[Placed]:
+            return [Placed(context, case, tensor, layout) for tensor in tensors]
+
+        inputs = placed(self.takes(context, case, first))
+        like = self._given(context, case, first)
+        outputs = inputs if self.in_place else placed([torch.zeros_like(one) for one in like])
+        how = {"group": group, "async_op": case.async_op, **self.more(context, case)}
+        if self.reduces:
+            how["op"] = reduce_op(case.redop)
+        out, given = ([one.tensor for one in some] for some in (outputs, inputs))
+        finish(self.call(out, given, case.root, how), case)
+        for one in () if self.in_place else inputs:
+            one.untouched()
+        for one in outputs[: len(like)]:
+            one.guarded()
+        return out[: len(like)]
 
 
 OPS = {
-    "broadcast": Op(run_broadcast, expect_broadcast),
-    "all_reduce": Op(run_all_reduce, expect_all_reduce, reduces=True),
-    "reduce": Op(run_reduce, expect_reduce, reduces=True),
-    "all_gather": Op(run_all_gather, expect_all_gather := everyone),
+    "broadcast": Op(
+        lambda out, given, root, how: dist.broadcast(out[0], root, **how),
+        *(own, of_root),
+        in_place=True,
+    ),
+    "all_reduce": Op(
+        lambda out, given, root, how: dist.all_reduce(out[0], **how),
+        *(own, total),
+        reduces=True,
+        in_place=True,
+    ),
+    "reduce": Op(
+        lambda out, given, root, how: dist.reduce(out[0], root, **how),
+        *(own, total),
+        reduces=True,
+        in_place=True,
+        to_root=True,
+    ),
+    "all_gather": Op(
+        lambda out, given, root, how: dist.all_gather(out, given[0], **how), own, everyone
+    ),
     "all_gather_uneven": Op(
-        run_all_gather_uneven, expect_all_gather_uneven, layouts=False, gloo=False
+        lambda out, given, root, how: dist.all_gather(out, given[0], **how),
+        *(own_uneven, everyone_uneven),
+        layouts=False,
+        gloo=False,
     ),
     "all_gather_into_tensor": Op(
-        run_all_gather_into_tensor, expect_all_gather_into_tensor, layouts=False
+        lambda out, given, root, how: dist.all_gather_into_tensor(out[0], given[0], **how),
+        *(own, joined(everyone)),
+        layouts=False,
     ),
-    "reduce_scatter": Op(run_reduce_scatter, expect_reduce_scatter, reduces=True),
+    "reduce_scatter": Op(
+        lambda out, given, root, how: dist.reduce_scatter(out[0], given, **how),
+        *(sent(), summed()),
+        reduces=True,
+    ),
     "reduce_scatter_uneven": Op(
-        run_reduce_scatter_uneven, expect_reduce_scatter_uneven, reduces=True, layouts=False
+        lambda out, given, root, how: dist.reduce_scatter(out[0], given, **how),
+        *(sent("by target"), summed("by target")),
+        reduces=True,
+        layouts=False,
     ),
     "reduce_scatter_tensor": Op(
-        run_reduce_scatter_tensor, expect_reduce_scatter, reduces=True, layouts=False
+        lambda out, given, root, how: dist.reduce_scatter_tensor(out[0], given[0], **how),
+        *(joined(sent()), summed()),
+        reduces=True,
+        layouts=False,
     ),
-    "gather": Op(run_gather, expect_gather),
-    "scatter": Op(run_scatter, expect_scatter),
-    "all_to_all": Op(run_all_to_all, expect_all_to_all, layouts=False, gloo=False),
-    "all_to_all_single": Op(run_all_to_all_single, expect_all_to_all_single, layouts=False),
-    "all_to_all_uneven": Op(run_all_to_all_uneven, expect_all_to_all_uneven, layouts=False),
+    "gather": Op(
+        lambda out, given, root, how: dist.gather(given[0], out or None, root, **how),
+        *(own, everyone),
+        to_root=True,
+    ),
+    "scatter": Op(
+        lambda out, given, root, how: dist.scatter(out[0], given or None, root, **how), for_all, own
+    ),
+    "all_to_all": Op(
+        lambda out, given, root, how: dist.all_to_all(out, given, **how),
+        *(sent("by source"), received("by source")),
+        layouts=False,
+        gloo=False,
+    ),
+    "all_to_all_single": Op(
+        lambda out, given, root, how: dist.all_to_all_single(out[0], given[0], **how),
+        *(joined(sent()), joined(received())),
+        layouts=False,
+    ),
+    "all_to_all_uneven": Op(
+        lambda out, given, root, how: dist.all_to_all_single(out[0], given[0], **how),
+        *(joined(sent("rows")), joined(received("rows"))),
+        layouts=False,
+        more=splits,
+    ),
     "all_reduce_coalesced": Op(
-        run_all_reduce_coalesced, expect_all_reduce_coalesced, reduces=True, layouts=False
+        lambda out, given, root, how: dist.all_reduce_coalesced(out, **how),
+        *(own_several, total_of_several),
+        reduces=True,
+        layouts=False,
+        in_place=True,
     ),
     "coalescing_manager": Op(
-        run_coalescing_manager, expect_all_reduce_coalesced, reduces=True, layouts=False
+        coalesced(lambda out, given, **how: dist.all_reduce(out, **how)),
+        *(own_several, total_of_several),
+        reduces=True,
+        layouts=False,
+        in_place=True,
     ),
     "coalesced_all_gather": Op(
-        run_coalesced_all_gather, expect_coalesced_all_gather, layouts=False
+        coalesced(dist.all_gather_into_tensor), own_several, several_joined, layouts=False
     ),
     "coalesced_reduce_scatter": Op(
-        run_coalesced_reduce_scatter, expect_coalesced_reduce_scatter, reduces=True, layouts=False
+        coalesced(dist.reduce_scatter_tensor),
+        *(several_sent, several_summed),
+        reduces=True,
+        layouts=False,
     ),
 }
 
@@ -486,11 +409,11 @@ def integer_average(context: Context, dtype: torch.dtype) -> None:
     """AVG of integers: refused everywhere, or truncated like an integer division."""
     case = Case("all_reduce", dtype, 100, redop="AVG", seed=5)
     try:
-        got = run_all_reduce(context, case, None)[0]
+        got = OPS["all_reduce"].run(context, case, None)[0]
     except (RuntimeError, ValueError):
         return
-    total = reference("SUM", everyone(context, case))
-    assert torch.equal(got, torch.div(total, context.world_size, rounding_mode="trunc"))
+    added = OPS["all_reduce"].expect(context, dataclasses.replace(case, redop="SUM"))[0]
+    assert torch.equal(got, torch.div(added, context.world_size, rounding_mode="trunc"))
 
 
 def many_in_flight(context: Context, numel: int) -> None:
@@ -508,7 +431,7 @@ def many_in_flight(context: Context, numel: int) -> None:
         work.wait()
         assert work.is_completed()
     for case, tensor in zip(cases, tensors, strict=True):
-        compare(context, case, [tensor], expect_all_reduce(context, case))
+        compare(context, case, [tensor], OPS["all_reduce"].expect(context, case))
 
 
 def many_tensors(context: Context, count: int) -> None:

@@ -46,13 +46,19 @@ def fitting(params: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in params.items() if key != "lr"}
 
 
+def hooked(module: nn.Module, state: State, **options: Any) -> DistributedDataParallel:
+    """A DDP module whose gradients go by a state."""
+    ddp = DistributedDataParallel(module, **options)
+    ddp.register_comm_hook(state, compress.hook)
+    return ddp
+
+
 def wrapped(
     context: Context, params: dict[str, Any], schedule: Any = "layer",
     bucket_cap_mb: float = 0.001, **options: Any,
 ) -> tuple[DistributedDataParallel, State]:  # fmt: skip
-    ddp = DistributedDataParallel(Given(), bucket_cap_mb=bucket_cap_mb)
     state = compress.from_params(fitting(params), schedule=schedule, **options)
-    ddp.register_comm_hook(state, compress.hook)
+    ddp = hooked(Given(), state, bucket_cap_mb=bucket_cap_mb)
     return ddp, state
 
 
@@ -221,8 +227,7 @@ def warms_up(
                 state.load_state_dict(kept)
             module = ddp.module if how == "as it is" else Given()
             del ddp
-            ddp = DistributedDataParallel(module, bucket_cap_mb=0.001)
-            ddp.register_comm_hook(state, compress.hook)
+            ddp = hooked(module, state, bucket_cap_mb=0.001)
         oracle.params["compress_ratio"] = [*ratios, 0.07, 0.07, 0.07, 0.07][epoch]
         everyone = [given(step, rank) for rank in range(context.world_size)]
         arrays = [[g.numpy() for g in mine] for mine in everyone]
@@ -297,8 +302,7 @@ def survives(context: Context, params: dict[str, Any], how: str, schedule: Any) 
                     else:
                         state = compress.from_params(fitting(params), schedule=schedule)
                         state.load_state_dict(kept)
-                ddp = DistributedDataParallel(module, bucket_cap_mb=0.001)
-                ddp.register_comm_hook(state, compress.hook)
+                ddp = hooked(module, state, bucket_cap_mb=0.001)
             found += step_of(ddp, list(given(step, context.rank)))
         return found
 
@@ -323,11 +327,10 @@ def follows_ddp(context: Context) -> None:
     """no_sync, unused and frozen parameters: with a compressor that loses nothing, plain DDP."""
     for schedule in ("bucket", "layer", "one", 2):
         plain = DistributedDataParallel(Given(), bucket_cap_mb=0.001, find_unused_parameters=True)
-        mine = DistributedDataParallel(Given(), bucket_cap_mb=0.001, find_unused_parameters=True)
         state = compress.from_params(
             {"compressor": "topk", "memory": "residual", "compress_ratio": 1.0}, schedule=schedule
         )
-        mine.register_comm_hook(state, compress.hook)
+        mine = hooked(Given(), state, bucket_cap_mb=0.001, find_unused_parameters=True)
         for step in range(7):
             grads: list[Any] = list(given(step, context.rank))
             if step % 3 == 1:
@@ -356,42 +359,6 @@ def auto(context: Context) -> list[list[int]]:
     assert [one.chosen for one in report.tried].count(True) == 1, str(report)
     assert len(report.tried) >= 5
     return [sorted(one.candidate.splits) for one in report.tried if one.chosen]
-
-
-def torchs_hooks(context: Context, name: str) -> list[torch.Tensor]:
-    """Training with one of torch's own hooks."""
-    from torch.distributed.algorithms.ddp_comm_hooks import (
-        default_hooks,
-        post_localSGD_hook,
-        powerSGD_hook,
-    )
-
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 64), nn.Linear(64, 3))
-    # One bucket: torch's PowerSGD starts collectives in callbacks, so that with several buckets
-    # their order is left to chance on any backend for CPUs.
-    ddp = DistributedDataParallel(model)
-    group = dist.group.WORLD
-    if name == "powersgd":
-        state: Any = powerSGD_hook.PowerSGDState(group, start_powerSGD_iter=2, random_seed=3)
-        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    elif name == "post_local_sgd":
-        state = post_localSGD_hook.PostLocalSGDState(group, group, start_localSGD_iter=2)
-        ddp.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
-    else:
-
-        def hook(given: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-            """By its own name DDP refuses bf16_compress_hook without CUDA."""
-            return getattr(default_hooks, f"{name}_compress_hook")(given, bucket)  # type: ignore[no-any-return]
-
-        ddp.register_comm_hook(group, hook)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
-    for step in range(6):
-        generator = torch.Generator().manual_seed(100 * step + context.rank)
-        optimizer.zero_grad()
-        ddp(torch.randn(8, 20, generator=generator)).square().mean().backward()
-        optimizer.step()
-    return [p.detach().clone() for p in model.parameters()]
 
 
 def learns(context: Context, params: dict[str, Any], lr: float) -> float:

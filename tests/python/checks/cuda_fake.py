@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from checks.cases import digest, same
-from checks.fused_ops import BF16, FP32, FP64, Model, Run
+from checks.faults import fused_step
+from checks.fused_ops import BF16, FP32, Model, Run
 from harness import Context
 
 
@@ -145,20 +146,11 @@ def premul_sums(context: Context) -> None:
 
 def other_parameters(context: Context, numel: int) -> None:
     """Ranks step different models of equal shapes, with different learning rates."""
-    import fusedpg
-
-    def step(param: torch.Tensor, lr: float) -> None:
-        state = [torch.zeros(fusedpg.shard_range(numel, 2, context.rank)[1]) for _ in range(2)]
-        fusedpg.fused_adamw_(
-            [param], [torch.ones(numel)], [state[0]], [state[1]], [], [torch.zeros(())],
-            lr=lr, beta1=0.9, beta2=0.999, weight_decay=0.0, eps=1e-8,
-        )  # fmt: skip
-
-    step(torch.ones(numel), 0.1)  # the first of a shape also finds out in another way
+    fused_step(numel, 0.1)  # the first of a shape also finds out in another way
     param = torch.full((numel,), float(context.rank + 1))
     with pytest.raises(RuntimeError, match="disagree"):
         for _ in range(10):
-            step(param, 0.1 * (context.rank + 1))
+            fused_step(numel, 0.1 * (context.rank + 1), param)
             time.sleep(0.1)
     time.sleep(0.5)  # what is under way has arrived
     assert same(param, torch.full((numel,), float(context.rank + 1)))
@@ -215,26 +207,6 @@ def found_inf(context: Context) -> None:
         moved = [not same(now, old) for now, old in zip(model.state(), kept, strict=True)]
         assert float(flag) == (step == 1)
         assert any(moved) == (step != 1)
-
-
-def disagree(context: Context, op: str, what: str) -> None:
-    """Rank 0 passes something else; raises on all ranks."""
-    odd = context.rank == 0
-    sizes = ((1021,), (65, 3)) if odd and what == "sizes" else ((1021,), (64, 3))
-    dtype = FP64 if odd and what == "dtype" else FP32
-    grad_dtype = BF16 if odd and what == "gradient dtype" else dtype
-    model = Model(context, Run(op, shapes=sizes, dtypes=(dtype,), grad_dtypes=(grad_dtype,)))
-    model.set_gradients(0)
-    override: dict[str, Any] = {}
-    if odd and what in ("lr", "weight_decay"):
-        override[what] = 0.5
-    elif odd and what == "weight":
-        override["weight"] = 2.0
-    elif odd and what == "fewer tensors":
-        for one in model.lists():
-            if one:
-                one.pop()
-    model.step(**override)
 
 
 def absent(context: Context, seconds: float) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from checks.cases import same
+from checks.fused_ops import Model, Run
 from harness import Context
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -32,34 +32,14 @@ def _gradients(
 
 
 def bits_of_the_cpu(context: Context, op: str, name: str, whole: bool) -> None:
-    import fusedpg
-
-    dtype, size, rank = DTYPES[name], context.world_size, context.rank
-    counts = WHOLE if whole else COUNTS
+    shapes = tuple((count,) for count in (WHOLE if whole else COUNTS))
     found = []
     for group in _groups(2 << 20 if whole else 1 << 17):
-        params = [torch.linspace(-1, 1, n).to(dtype) for n in counts]
-        masters, states = [], [[] for _ in range(1 if op == "sgd" else 2)]
-        for p in params:
-            offset, length = fusedpg.shard_range(p.numel(), size, rank)
-            masters.append(p[offset : offset + length].float())
-            for one in states:
-                one.append(torch.zeros(length))
-        steps = [torch.zeros(()) for _ in params]
+        model = Model(context, Run(op, shapes=shapes, dtypes=(DTYPES[name],), master=True))
         for step in range(2):
-            grads = _gradients(dtype, counts, rank, step)
-            if op == "sgd":
-                fusedpg.fused_sgd_(
-                    params, grads, states[0], lr=0.1, momentum=0.9, weight_decay=0.1,
-                    dampening=0.0, nesterov=False, is_first_step=step == 0,
-                    master_params=masters, group=group,
-                )  # fmt: skip
-            else:
-                fusedpg.fused_adamw_(
-                    params, grads, *states, [], steps, lr=0.1, beta1=0.9, beta2=0.99,
-                    weight_decay=0.1, eps=1e-8, master_params=masters, group=group,
-                )  # fmt: skip
-        found.append([*params, *masters, *itertools.chain(*states)])
+            model.set_gradients(step)
+            model.step(group=group)
+        found.append(model.state())
     for cpu, cuda in zip(*found, strict=True):
         assert same(cpu, cuda)
 

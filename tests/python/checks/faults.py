@@ -65,7 +65,7 @@ def loop(context: Context, what: str, numel: int, arena: bool) -> tuple[str, flo
                     mark(context, "running")
                     dist.recv(tensor, context.world_size - 1)
             elif what == "fused_adamw_":
-                fused_step(context, numel)
+                fused_step(numel)
             else:
                 raise AssertionError(what)
             calls += 1
@@ -75,23 +75,18 @@ def loop(context: Context, what: str, numel: int, arena: bool) -> tuple[str, flo
         return str(error), time.monotonic()
 
 
-def fused_step(context: Context, numel: int, lr: float = 1e-3) -> None:
+def fused_step(
+    numel: int, lr: float = 1e-3, param: torch.Tensor | None = None, group: Any = None
+) -> None:
+    """A first step of one parameter: ones, as its gradient is."""
     import fusedpg
 
-    length = fusedpg.shard_range(numel, context.world_size, context.rank)[1]
-    fusedpg.fused_adamw_(
-        [torch.ones(numel)],
-        [torch.ones(numel)],
-        [torch.zeros(length)],
-        [torch.zeros(length)],
-        [],
-        [torch.tensor(0.0)],
-        lr=lr,
-        beta1=0.9,
-        beta2=0.99,
-        weight_decay=0.0,
-        eps=1e-8,
-    )
+    param = torch.ones(numel) if param is None else param
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    state = [[torch.zeros(fusedpg.shard_range(numel, size, rank)[1])] for _ in range(2)]
+    hyper = {"lr": lr, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0, "eps": 1e-8}
+    lists = [param], [torch.ones(numel)], *state, [], [torch.tensor(0.0)]
+    fusedpg.fused_adamw_(*lists, **hyper, group=group)
 
 
 def refusal(call: Callable[[], object]) -> RuntimeError:
@@ -143,7 +138,7 @@ def mismatch(context: Context, what: str, numel: int, async_op: bool) -> None:
         out = torch.zeros(tensor.numel() * context.world_size)
         work = dist.all_gather_into_tensor(out, tensor, async_op=async_op)
     elif what == "learning rate":
-        fused_step(context, numel, lr=0.1 if odd else 0.2)
+        fused_step(numel, lr=0.1 if odd else 0.2)
     else:
         raise AssertionError(what)
     if work is not None:

@@ -1,4 +1,4 @@
-"""The four fused steps against torch.optim, and LAMB against its formula in float64."""
+"""The four fused steps against one process."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from checks.cases import digest, distance, flat, randn, same
+from checks.faults import works
+from checks.optim_script import in_one_process
 from harness import Context
 
 SHAPES: tuple[tuple[int, ...], ...] = ((1021,), (7,), (31, 33), (2, 3, 4, 5), (4099,), (1,))
-OPS = ("sgd", "adam", "adamw", "lamb")
+CLASSES = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW", "lamb": "LAMB"}
+OPS = tuple(CLASSES)
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 # Of the relative norm. Half types: rounding of a sum in another order, now and then.
 TOLERANCE = {FP32: 1e-6, FP64: 1e-13, BF16: 2e-3, FP16: 3e-4}
@@ -121,63 +123,12 @@ OWN_RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-class Lamb:
-    """You et al. 2020 (arXiv:1904.00962), algorithm 2, phi the identity, in float64.
-
-    ``divide_again`` is a known wrong implementation, with a second division by the norm of
-    the update.
-    """
-
-    def __init__(
-        self, params: list[torch.Tensor], divide_again: bool = False, **hyper: Any
-    ) -> None:
-        self.params = params
-        self.hyper = hyper
-        self.divide_again = divide_again
-        self.x = [param.detach().double() for param in params]
-        zeros = [torch.zeros_like(x) for x in self.x]
-        self.state: dict[torch.Tensor, dict[str, Any]] = {
-            param: {"exp_avg": zero, "exp_avg_sq": zero.clone()}
-            for param, zero in zip(params, zeros, strict=True)
-        }
-        self.steps = 0
-
-    def step(self) -> None:
-        h = self.hyper
-        self.steps += 1
-        for i, param in enumerate(self.params):
-            assert param.grad is not None
-            # Rounded by the caller, or the same to float32.
-            x = self.x[i] if param.dtype == FP64 else param.detach().double()
-            g = param.grad.double() * (-1 if h.get("maximize") else 1)
-            state = self.state[param]
-            m = state["exp_avg"] = h["beta1"] * state["exp_avg"] + (1 - h["beta1"]) * g
-            v = state["exp_avg_sq"] = h["beta2"] * state["exp_avg_sq"] + (1 - h["beta2"]) * g * g
-            m_hat = m / (1 - h["beta1"] ** self.steps)
-            v_hat = v / (1 - h["beta2"] ** self.steps)
-            u = m_hat / (v_hat.sqrt() + h["eps"]) + h["weight_decay"] * x
-            ratio = 1.0
-            if h["weight_decay"] != 0 or h.get("always_adapt"):
-                if x.norm() > 0 and u.norm() > 0:
-                    ratio = float(x.norm() / u.norm())
-                if h.get("trust_clip"):
-                    ratio = min(ratio, 1.0)
-            if self.divide_again:
-                ratio /= float(u.norm())
-            self.x[i] = x - h["lr"] * ratio * u
-            param.data.copy_(self.x[i])
-
-
 def torch_optimizer(op: str, params: list[torch.Tensor], hyper: dict[str, Any]) -> Any:
-    """The oracle; torch has no LAMB."""
+    """The oracle."""
     hyper = dict(hyper)
-    if op == "lamb":
-        return Lamb(params, **hyper)
-    if op == "sgd":
-        return torch.optim.SGD(params, foreach=False, fused=False, **hyper)
-    betas = hyper.pop("beta1"), hyper.pop("beta2")
-    cls = torch.optim.Adam if op == "adam" else torch.optim.AdamW
-    return cls(params, betas=betas, foreach=False, fused=False, **hyper)
+    if op != "sgd":
+        hyper["betas"] = hyper.pop("beta1"), hyper.pop("beta2")
+    return in_one_process(CLASSES[op], params, **hyper)
 
 
 class Model:
@@ -383,19 +334,6 @@ def parity(context: Context, run: Run) -> str:
     return digest(model.params)
 
 
-def mutant(context: Context, run: Run) -> None:
-    """LAMB with a second division by the norm of the update must not pass."""
-    model = Model(context, run)
-    oracle = Oracle(model)
-    oracle.optimizer = Lamb(oracle.params, divide_again=True, **run.hypers())
-    train(model, oracle)
-    try:
-        compare(model, oracle)
-    except AssertionError:
-        return
-    raise RuntimeError("the check does not see a second division by the norm")
-
-
 def digests(context: Context, run: Run) -> tuple[str, str]:
     """A run without oracle; digests of parameters and of all state."""
     model = Model(context, run)
@@ -486,13 +424,7 @@ def sparse(context: Context, op: str) -> None:
             model.step(async_op=async_op)
     for now, old in zip(model.state(), kept, strict=True):
         assert same(now, old), "a refused call changed something"
-    works(context)
-
-
-def works(context: Context) -> None:
-    tensor = torch.ones(5)
-    dist.all_reduce(tensor)
-    assert bool((tensor == context.world_size).all()), "the group is broken"
+    works()
 
 
 # --- groups that span hosts ----------------------------------------------------
@@ -510,8 +442,7 @@ def manual(context: Context, op: str, options: tuple[tuple[str, Any], ...] = ())
     hyper = run.hypers()
     if op != "sgd":
         hyper["betas"] = hyper.pop("beta1"), hyper.pop("beta2")
-    names = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW", "lamb": "LAMB"}
-    optimizer = getattr(fusedpg.optim, names[op])(params, **hyper)
+    optimizer = getattr(fusedpg.optim, CLASSES[op])(params, **hyper)
     for step in range(run.steps):
         for i, param in enumerate(params):
             param.grad = model.gradient(step, context.rank, i)

@@ -8,12 +8,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from checks.cases import digest, distance, flat, randn, same
-from checks.optim_script import Lamb
+from checks.optim_script import in_one_process
 from harness import Context
 
 SHAPES: tuple[tuple[int, ...], ...] = ((1021,), (7,), (31, 37), (2, 3, 5, 7), (1,))
@@ -112,10 +111,7 @@ def fused(run: Run, params: Any, **options: Any) -> Any:
 
 def unsharded(run: Run, params: Sequence[torch.Tensor]) -> Any:
     """What it is compared with."""
-    groups = grouped(run, params)
-    if run.optimizer == "LAMB":
-        return Lamb(groups)
-    return getattr(torch.optim, run.optimizer)(groups, foreach=False)
+    return in_one_process(run.optimizer, grouped(run, params))
 
 
 class Trainer:
@@ -215,13 +211,6 @@ class Trainer:
 
 def unchanged(now: Sequence[torch.Tensor], before: Sequence[torch.Tensor]) -> None:
     assert all(same(a, b) for a, b in zip(now, before, strict=True))
-
-
-def healthy(context: Context) -> None:
-    """The group still works."""
-    tensor = torch.ones(5)
-    dist.all_reduce(tensor)
-    assert bool((tensor == context.world_size).all())
 
 
 def parity(context: Context, run: Run, tolerance: float = 1e-6) -> str:

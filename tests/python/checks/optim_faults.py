@@ -7,6 +7,7 @@ import dataclasses
 import os
 import signal
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -146,70 +147,75 @@ def late(context: Context, mode: str, sleeper: int, seconds: float) -> None:
 # --- the functional steps ---------------------------------------------------------
 
 
+def first_state(model: Model) -> list[torch.Tensor]:
+    return next(iter(model.states.values()))
+
+
+def no_params(model: Model) -> None:
+    model.params, model.grads, model.steps = [], [], []
+    model.states = {name: [] for name in model.states}
+
+
+def masters(model: Model, count: int) -> None:
+    model.masters = [torch.zeros(length) for _, length in model.ranges[:count]]
+
+
+def longer(model: Model, state: list[torch.Tensor], i: int) -> None:
+    state[i] = torch.zeros(model.ranges[i][1] + 1)
+
+
+def put(tensors: list[torch.Tensor], i: int, tensor: torch.Tensor) -> None:
+    tensors[i] = tensor
+
+
+# What is wrong: of the model, which a function makes so, or an argument; and a word of the error.
+WRONG: dict[str, tuple[Callable[[Model], object] | dict[str, Any], str]] = {
+    "no params": (no_params, "params"),
+    "fewer grads": (lambda m: m.grads.pop(), "grads"),
+    "more params": (lambda m: m.params.append(torch.zeros(3)), "grads"),
+    "fewer states": (lambda m: first_state(m).pop(), "state"),
+    "fewer steps": (lambda m: m.steps.pop(), "state_steps"),
+    "fewer masters": (lambda m: masters(m, 1), "master_params"),
+    "master of float32": (lambda m: masters(m, 2), "master_params"),
+    "grad shape": (lambda m: put(m.grads, 1, torch.zeros(3, 64)), "grads[1]"),
+    "grad dtype": (lambda m: put(m.grads, 0, m.grads[0].double()), "grads[0]"),
+    "param dtype": (
+        lambda m: put(m.params, 0, torch.zeros(1021, dtype=torch.int32)),
+        "params[0]",
+    ),
+    "state length": (lambda m: longer(m, first_state(m), 1), "state"),
+    "state dtype": (lambda m: put(first_state(m), 0, first_state(m)[0].half()), "state"),
+    "state gaps": (
+        lambda m: put(first_state(m), 0, torch.zeros(2 * m.ranges[0][1])[::2]),
+        "state",
+    ),
+    "step dtype": (lambda m: put(m.steps, 0, torch.tensor(0)), "state_steps[0]"),
+    "double param": (lambda m: put(m.params, 0, m.params[0].double()), "grads[0]"),
+    "gaps": (lambda m: put(m.params, 0, torch.zeros(2042)[::2]), "params[0]"),
+    "reduce": ({"reduce": "max"}, "reduce"),
+    "beta1": ({"beta1": 1.0}, "beta"),
+    "beta2": ({"beta2": -0.1}, "beta"),
+    "negative weight": ({"weight": -1.0}, "weight"),
+    "infinite weight": ({"weight": float("inf")}, "weight"),
+    "weight of a sum": ({"weight": 1.0, "reduce": "sum"}, "weight"),
+    "grad_scale": ({"grad_scale": torch.tensor([1.0, 2.0])}, "grad_scale"),
+    "found_inf": ({"found_inf": torch.tensor(0)}, "found_inf"),
+}
+OF_ADAM: dict[str, tuple[Callable[[Model], object] | dict[str, Any], str]] = {
+    "fewer second moments": (lambda m: m.states["exp_avg_sq"].pop(), "exp_avg_sqs"),
+    "second moment length": (lambda m: longer(m, m.states["exp_avg_sq"], 0), "exp_avg_sqs"),
+    "no maxima": ({"amsgrad": True}, "max_exp_avg_sqs"),
+}
+
+
 def wrong(context: Context, op: str, what: str) -> tuple[str, str]:
     """A call with one wrong argument; class and text of the exception."""
-    run = Run(op, shapes=((1021,), (64, 3)))
-    override: dict[str, Any] = {}
-    model = Model(context, run)
+    model = Model(context, Run(op, shapes=((1021,), (64, 3))))
     model.set_gradients(0)
-    state = next(iter(model.states.values()))
-    if what == "no params":
-        model.params, model.grads, model.steps = [], [], []
-        model.states = {name: [] for name in model.states}
-    elif what == "fewer grads":
-        model.grads.pop()
-    elif what == "more params":
-        model.params.append(torch.zeros(3))
-    elif what == "fewer states":
-        state.pop()
-    elif what == "fewer steps":
-        model.steps.pop()
-    elif what == "fewer masters":
-        model.masters = [torch.zeros(model.ranges[0][1])]
-    elif what == "master of float32":
-        model.masters = [torch.zeros(length) for _, length in model.ranges]
-    elif what == "grad shape":
-        model.grads[1] = torch.zeros(3, 64)
-    elif what == "grad dtype":
-        model.grads[0] = model.grads[0].double()
-    elif what == "param dtype":
-        model.params[0] = torch.zeros(1021, dtype=torch.int32)
-    elif what == "state length":
-        state[1] = torch.zeros(model.ranges[1][1] + 1)
-    elif what == "state dtype":
-        state[0] = state[0].half()
-    elif what == "state gaps":
-        state[0] = torch.zeros(2 * model.ranges[0][1])[::2]
-    elif what == "step dtype":
-        model.steps[0] = torch.tensor(0, dtype=torch.int64)
-    elif what == "fewer second moments":
-        model.states["exp_avg_sq"].pop()
-    elif what == "second moment length":
-        model.states["exp_avg_sq"][0] = torch.zeros(model.ranges[0][1] + 1)
-    elif what == "double param":
-        model.params[0] = model.params[0].double()
-    elif what == "no maxima":
-        override["amsgrad"] = True
-    elif what == "gaps":
-        model.params[0] = torch.zeros(2042)[::2]
-    elif what == "reduce":
-        override["reduce"] = "max"
-    elif what == "beta1":
-        override["beta1"] = 1.0
-    elif what == "beta2":
-        override["beta2"] = -0.1
-    elif what == "negative weight":
-        override["weight"] = -1.0
-    elif what == "infinite weight":
-        override["weight"] = float("inf")
-    elif what == "weight of a sum":
-        override |= {"weight": 1.0, "reduce": "sum"}
-    elif what == "grad_scale":
-        override["grad_scale"] = torch.tensor([1.0, 2.0])
-    elif what == "found_inf":
-        override["found_inf"] = torch.tensor(0)
-    else:
-        raise AssertionError(what)
+    mistake = (WRONG | OF_ADAM)[what][0]
+    override = mistake if isinstance(mistake, dict) else {}
+    if not isinstance(mistake, dict):
+        mistake(model)
     kept = [one.clone() for one in model.state()]
     answers = []
     for async_op in (False, True):
@@ -231,50 +237,50 @@ OTHER_HYPERS: dict[str, float] = {
     **dict.fromkeys(("weight_decay", "momentum", "dampening", "beta1", "beta2", "eps"), 0.5),
     **dict.fromkeys(("nesterov", "maximize", "trust_clip", "always_adapt"), True),
 }
+# What rank 0 has otherwise than the others: options of its run ...
+OTHER_RUNS: dict[str, dict[str, Any]] = {
+    "sizes": {"shapes": ((1021,), (65, 3))},
+    "dtype": {"dtypes": (FP64,)},
+    "gradient dtype": {"grad_dtypes": (BF16,)},
+    "layout": {"layout": "transposed"},
+    "masters": {"master": True},
+    "state dtype": {"half_state": True},
+}
+# ... or an argument.
+OTHER_ARGUMENTS: dict[str, Any] = {
+    **OTHER_HYPERS,
+    "lr": 0.5,
+    "is_first_step": False,
+    "weight": 2.0,
+    "reduce": "sum",
+    "grad_scale": torch.tensor(2.0),
+}
 
 
 def disagree(context: Context, op: str, what: str, async_op: bool) -> None:
     """Rank 0 passes something else than the others; raises, and nothing has moved."""
     odd = context.rank == 0
-    sizes = ((1021,), (65, 3)) if odd and what == "sizes" else ((1021,), (64, 3))
-    if what == "a late tensor":
-        sizes = ((3,),) * 4100
-    dtype = FP64 if odd and what == "dtype" else FP32
-    grad_dtype = BF16 if odd and what == "gradient dtype" else dtype
-    master = odd and what == "masters"
-    run = Run(op, shapes=sizes, dtypes=(dtype,), grad_dtypes=(grad_dtype,))
-    if what in ("masters", "state dtype"):
-        half = odd and what == "state dtype"
-        run = Run(op, shapes=sizes, dtypes=(BF16,), master=master, half_state=half)
-    if odd and what == "layout":
-        run = dataclasses.replace(run, layout="transposed")
+    halves = (BF16,) if what in ("masters", "state dtype") else (FP32,)
+    shapes = ((3,),) * 4100 if what == "a late tensor" else ((1021,), (64, 3))
+    run = Run(op, shapes=shapes, dtypes=halves)
+    override: dict[str, Any] = {}
+    if odd:
+        run = dataclasses.replace(run, **OTHER_RUNS.get(what, {}))
     model = Model(context, run)
     model.set_gradients(0)
-    override: dict[str, Any] = {}
-    if odd and what == "lr":
-        override["lr"] = 0.5
+    if odd and what in OTHER_ARGUMENTS:
+        override[what] = OTHER_ARGUMENTS[what]
     elif odd and what == "lr tensor":
         override["lr"] = torch.tensor(0.5)
-    elif odd and what in OTHER_HYPERS:
-        override[what] = OTHER_HYPERS[what]
     elif odd and what == "step":
         model.steps[1] += 1
     elif odd and what == "a late tensor" and model.steps:
         model.steps[-1] += 1
     elif odd and what == "a late tensor":
         override["lr"] = 0.5
-    elif odd and what == "is_first_step":
-        override["is_first_step"] = False
-    elif odd and what == "weight":
-        override["weight"] = 2.0
-    elif odd and what == "reduce":
-        override["reduce"] = "sum"
-    elif odd and what == "grad_scale":
-        override["grad_scale"] = torch.tensor(2.0)
     elif odd and what == "fewer tensors":
-        for one in model.lists():
-            if one:
-                one.pop()
+        for one in filter(None, model.lists()):
+            one.pop()
     kept = [one.clone() for one in model.state()]
     try:
         model.step(async_op=async_op, **override)

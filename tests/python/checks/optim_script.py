@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -74,14 +74,27 @@ class Lamb(torch.optim.Optimizer):
         param.copy_(self.exact[param])
 
 
-def of_torch(name: str, params: Any) -> torch.optim.Optimizer:
-    """The oracle; torch has no LAMB."""
+def in_one_process(name: str, params: Any, **options: Any) -> Any:
+    """torch's optimizer; it has no LAMB."""
     if name == "LAMB":
-        return Lamb(params, **OPTIMIZERS[name])
-    made: torch.optim.Optimizer = getattr(torch.optim, name)(
-        params, **OPTIMIZERS[name], foreach=False
-    )
-    return made
+        return Lamb(params, **options)
+    return getattr(torch.optim, name)(params, foreach=False, **options)
+
+
+def of_torch(name: str, params: Any) -> Any:
+    """The oracle of a script."""
+    return in_one_process(name, params, **OPTIMIZERS[name])
+
+
+def in_mode(
+    mode: str, module: nn.Module, kind: str = "AdamW", ddp: Mapping[str, Any] = {}, **options: Any
+) -> tuple[Any, Any]:
+    """What a script calls, a DDP but in manual mode, and a fused optimizer of its parameters."""
+    import fusedpg
+
+    net = module if mode == "manual" else DistributedDataParallel(module, **ddp)
+    own = {} if mode == "manual" else {"ddp": net, "overlap": mode == "overlap"}
+    return net, getattr(fusedpg.optim, kind)(module.parameters(), **own, **options)
 
 
 SCALED = ("scaler", "overflow", "scaler alone", "scaler and max_grad_norm")

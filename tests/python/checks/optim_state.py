@@ -20,19 +20,26 @@ from torch.nn.parallel import DistributedDataParallel
 
 from checks.cases import digest, distance, randn, same
 from checks.faults import rejoin
-from checks.optim_script import Lamb
+from checks.optim_script import in_one_process
 from harness import Context
 
 BF16 = torch.bfloat16
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "sgd": ("SGD", {"lr": 0.05}),
     "momentum": ("SGD", {"lr": 0.05, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1}),
     "nesterov": ("SGD", {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
     "adam": ("Adam", {"lr": 0.02, "betas": (0.8, 0.95), "amsgrad": True, "weight_decay": 0.1}),
     "adamw": ("AdamW", {"lr": 0.02, "betas": (0.8, 0.95), "weight_decay": 0.1}),
     "lamb": ("LAMB", {"lr": 0.02, "betas": (0.8, 0.95), "weight_decay": 0.1, "eps": 1e-4}),
+    "sgd": ("SGD", {"lr": 0.05}),
 }
 STEPS = 5  # between checkpoints
+# Of ways by torch.distributed.checkpoint in which ranks keep their slices.
+OPTIONS = {
+    "dcp": StateDictOptions(),
+    "dcp flat": StateDictOptions(flatten_optimizer_state_dict=True),
+    "dcp to CPU": StateDictOptions(cpu_offload=True),
+    "dcp flat to CPU": StateDictOptions(flatten_optimizer_state_dict=True, cpu_offload=True),
+}
 
 
 class Net(torch.nn.Module):
@@ -80,11 +87,7 @@ class Reference:
     def __init__(self, kind: str) -> None:
         self.module = Net()
         name, arguments = KINDS[kind]
-        params = list(self.module.parameters())
-        if name == "LAMB":
-            self.optimizer: Any = Lamb(params, **arguments)
-        else:
-            self.optimizer = getattr(torch.optim, name)(params, foreach=False, **arguments)
+        self.optimizer = in_one_process(name, self.module.parameters(), **arguments)
 
     def steps(self, begin: int) -> None:
         for step in range(begin, begin + STEPS):
@@ -121,8 +124,10 @@ def save(way: str, path: str, context: Context, module: torch.nn.Module, optimiz
         torch.save(optimizer.local_state_dict(), folder / f"rank{context.rank}.pt")
         (folder / "size").write_text(str(context.world_size))
     else:
-        options = StateDictOptions(flatten_optimizer_state_dict=way == "dcp flat")
-        state = {"optimizer": get_optimizer_state_dict(module, optimizer, options=options)}
+        state = {"optimizer": get_optimizer_state_dict(module, optimizer, options=OPTIONS[way])}
+        leaves = torch.utils._pytree.tree_leaves(state)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
+        assert all(hasattr(tensor, "local") for tensor in tensors), "slices became wholes"
         dcp.save(state, checkpoint_id=folder / "dcp")
     dist.barrier()
 
@@ -149,7 +154,7 @@ def load(way: str, path: str, context: Context, module: torch.nn.Module, optimiz
         file = folder / f"rank{context.rank}.pt"
         optimizer.load_state_dict(torch.load(file, weights_only=True))
     else:
-        options = StateDictOptions(flatten_optimizer_state_dict=way == "dcp flat")
+        options = OPTIONS[way]
         state = {"optimizer": get_optimizer_state_dict(module, optimizer, options=options)}
         dcp.load(state, checkpoint_id=folder / "dcp")
         set_optimizer_state_dict(

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusedpg
 from checks.cases import digest
+from checks.fused_ops import Model, Run
 from harness import Context
 
 DTYPES = {
@@ -309,60 +310,37 @@ def hook_with_threshold(context: Context) -> str:
 # --- fused optimizer steps -------------------------------------------------------------
 
 STEPS: dict[str, dict[str, Any]] = {
-    "sgd": {"momentum": 0.9, "dampening": 0.0, "nesterov": False},
-    "adam": {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8},
-    "adamw": {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8},
-    "amsgrad": {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "amsgrad": True},
+    "sgd": {"op": "sgd"},
+    "adam": {"op": "adam"},
+    "adamw": {"op": "adamw"},
+    "amsgrad": {"op": "adamw", "hyper": (("amsgrad", True),)},
 }
 SIZES = (70_001, 5, 0, 4096, 12_345)
 
 
-def step_tensors(
-    context: Context, name: str, dtype: torch.dtype, memory: str, block_skip: bool, density: float
-) -> list[torch.Tensor]:
-    """Parameters and state after three steps on sparse gradients."""
-    torch.manual_seed(0)
-    function = getattr(fusedpg, f"fused_{'adamw' if name == 'amsgrad' else name}_")
-    empty = {"arena": fusedpg.empty, "ordinary": torch.empty}
-
-    def place(numel: int, i: int, type: torch.dtype) -> torch.Tensor:
-        kind = memory if memory != "mixed" else ("arena", "ordinary")[(i + context.rank) % 2]
-        return empty[kind](numel, dtype=type)
-
-    params = [place(n, i, dtype).copy_(torch.randn(n)) for i, n in enumerate(SIZES)]
-    lengths = [fusedpg.shard_range(n, context.world_size, context.rank)[1] for n in SIZES]
-    names = {"sgd": 1, "amsgrad": 3}.get(name, 2)
-    states = [[torch.zeros(length) for length in lengths] for _ in range(names)]
-    masters: list[torch.Tensor] = []
-    if dtype != torch.float32:
-        starts = [fusedpg.shard_range(n, context.world_size, context.rank)[0] for n in SIZES]
-        for param, start, length in zip(params, starts, lengths, strict=True):
-            masters.append(param[start : start + length].float())
-    steps = [torch.zeros(()) for _ in SIZES]
+def after_steps(context: Context, run: Run, block_skip: bool) -> list[torch.Tensor]:
+    """Parameters and state after three steps."""
+    model = Model(context, run)
     for step in range(3):
-        grads = []
-        for i, n in enumerate(SIZES):
-            case = Case(n, 256, density, seed=10 * step + i)
-            data = values(case, context.rank, context.world_size) / 3
-            grads.append(place(n, i + 1, dtype).copy_(data))
-        common: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.01, "master_params": masters}
-        common |= STEPS[name]
-        common["block_skip"] = block_skip
-        if name == "sgd":
-            function(params, grads, *states, is_first_step=step == 0, **common)
-        else:
-            moments = [*states, []][:3]
-            function(params, grads, *moments, steps, **common)
-    return params + [one for state in states for one in state] + masters + steps
+        model.set_gradients(step)
+        model.step(block_skip=block_skip)
+    return model.state()
 
 
 def fused_steps(context: Context, name: str, kind: str) -> None:
     for memory in ("ordinary", "arena", "mixed"):
         for density in (0.02, 0.5, 1.0):
-            arguments = (context, name, DTYPES[kind], memory)
-            want = step_tensors(*arguments, block_skip=False, density=density)
+            run = Run(
+                **STEPS[name],
+                shapes=tuple((size,) for size in SIZES),
+                dtypes=(DTYPES[kind],),
+                master=kind != "fp32",
+                memory=memory,
+                present=density,
+            )
+            want = after_steps(context, run, block_skip=False)
             fusedpg.stats(reset=True)
-            got = step_tensors(*arguments, block_skip=True, density=density)
+            got = after_steps(context, run, block_skip=True)
             for mine, other in zip(got, want, strict=True):
                 assert torch.equal(bits(mine), bits(other))
             if context.world_size == 1:
@@ -371,8 +349,7 @@ def fused_steps(context: Context, name: str, kind: str) -> None:
                 path = fusedpg.group_info()["cuda_path"]
                 assert path == ("direct" if memory == "arena" else "stock")
                 continue
-            op = {"amsgrad": "adamw"}.get(name, name)
-            found = fusedpg.stats()[f"fused_{op}_"]
+            found = fusedpg.stats()[f"fused_{run.op}_"]
             assert found["paths"] == {"block_sparse": 3}
             assert abs(found["density"] - density) < 0.1
             if not context.one_host and fusedpg.group_info()["local_world_size"] == 1:

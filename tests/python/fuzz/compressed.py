@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedpg.compress as compress
 import harness
 from checks import compress_own
+from checks.compress import Given
 from fusedpg.compress import _schedule, _state
 from fuzz import core
 from fuzz.core import Choices, Entry, Trace
@@ -171,27 +171,17 @@ def used(case: Case, rank: int, step: int) -> list[bool]:
     return [n == 0 or bool(drawn.random() >= case.unused) for n in range(len(case.numels))]
 
 
-class Model(nn.Module):
-    """Its gradients are what it is called with."""
-
-    def __init__(self, case: Case) -> None:
-        super().__init__()
-        dtype = DTYPES[case.dtype]
-        self.all = nn.ParameterList(torch.zeros(shape(n), dtype=dtype) for n in case.numels)
-
-    def forward(self, *wanted: torch.Tensor) -> torch.Tensor:
-        return torch.stack([
-            (p * g.view_as(p)).sum().float() for p, g in zip(self.all, wanted) if g.numel()
-        ]).sum()  # fmt: skip
+def model_of(case: Case) -> Given:
+    return Given([shape(numel) for numel in case.numels], DTYPES[case.dtype])
 
 
 class Run:
     """A DDP module, its state and the order in which the hook has seen its parameters."""
 
-    def __init__(self, case: Case, model: Model, state: Any, order: Sequence[int] = ()) -> None:
+    def __init__(self, case: Case, model: Given, state: Any, order: Sequence[int] = ()) -> None:
         self.state = state
         self.order = list(order)
-        places = {id(p): n for n, p in enumerate(model.all)}
+        places = {id(p): n for n, p in enumerate(model.parts)}
         self.units: list[list[int]] = []
 
         def hook(
@@ -223,21 +213,21 @@ class Run:
         return found
 
 
-def state_of(case: Case, model: Model, schedule: str | int) -> compress.State:
+def state_of(case: Case, model: Given, schedule: str | int) -> compress.State:
     names = model.named_parameters() if case.named else None
     return compress.from_params(
         case.params, schedule=schedule, seed=case.seed, named_parameters=names
     )
 
 
-def restarted(case: Case, run: Run, model: Model) -> Run:
+def restarted(case: Case, run: Run, model: Given) -> Run:
     state = run.state
     if case.restart_by == "pickle":
         return Run(case, model, pickle.loads(pickle.dumps(state)))
     if case.restart_by == "live":
         saved = pickle.loads(pickle.dumps(state.state_dict()))
         for name in state._residuals.names():
-            for p in model.all:
+            for p in model.parts:
                 known = state._residuals.get(name, p)
                 if known is not None:
                     known.fill_(7.0)  # what was there does not matter
@@ -331,14 +321,14 @@ class Balance:
 
 
 def _train(case: Case, context: Context) -> Iterator[tuple[Run, list[Any]]]:
-    model = Model(case)
+    model = model_of(case)
     state = state_of(case, model, case.schedule)
     run = Run(case, model, state)
     dtype = DTYPES[case.dtype]
     for step in range(case.steps):
         if step == case.restart_at:
             before = model
-            model = model if case.restart_by == "live" else Model(case)
+            model = model if case.restart_by == "live" else model_of(case)
             run = restarted(case, run, model)
             del before
         if step in case.rewrap_at:
@@ -346,13 +336,13 @@ def _train(case: Case, context: Context) -> Iterator[tuple[Run, list[Any]]]:
             run = Run(other, model, run.state, run.order)
         mine = used(case, context.rank, step)
         for micro in range(case.accumulate + 1):
-            wanted = [torch.from_numpy(g).to(dtype)
-                      for g in gradients(case, context.rank, step, micro)]  # fmt: skip
-            given = [g if use else g[:0] for g, use in zip(wanted, mine)]
+            wanted = gradients(case, context.rank, step, micro)
+            given = [torch.from_numpy(g).to(dtype).view_as(p) if use else None
+                     for g, p, use in zip(wanted, model.parts, mine)]  # fmt: skip
             last = micro == case.accumulate
             with contextlib.nullcontext() if last else run.ddp.no_sync():
-                run.ddp(*given).backward()
+                run.ddp(given).backward()
         yield run, [None if p.grad is None else p.grad.double().view(-1).numpy().copy()
-                    for p in model.all]  # fmt: skip
-        for p in model.all:
+                    for p in model.parts]  # fmt: skip
+        for p in model.parts:
             p.grad = None

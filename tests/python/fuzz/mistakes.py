@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from checks.faults import fused_step
 from fusedpg import fusion
 from fuzz.calls import Call, Env, Wrong, builder
 
@@ -79,21 +80,12 @@ def disagreement(env: Env) -> Call:
             give = torch.ones(2 * env.size + odd)
             more = [2 + odd, *sizes[1:]]
             return dist.all_to_all_single(out, give, more, more, group=group, async_op=async_op)
-        return _step(env, numel, 0.1 if odd else 0.2)
+        return fused_step(numel, 0.1 if odd else 0.2, group=group)
 
     if what == "split" and env.args["odd"] == 0:
         # A change of what a member keeps for itself is no disagreement.
         return Call(lambda async_op: None)
     return _raises(env, call, f"a disagreement about {what}")
-
-
-def _step(env: Env, numel: int, lr: float) -> Any:
-    import fusedpg
-
-    n = fusedpg.shard_range(numel, env.size, env.me)[1]
-    state = [[torch.zeros(n)], [torch.zeros(n)], [], [torch.tensor(0.0)]]
-    hyper = {"lr": lr, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0, "eps": 1e-8}
-    fusedpg.fused_adamw_([torch.ones(numel)], [torch.ones(numel)], *state, **hyper, group=env.group)
 
 
 @builder

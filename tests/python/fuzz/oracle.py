@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from checks.cases import FLOATS, reference
+from checks.optim_script import Lamb
 
 Tensors = Sequence[torch.Tensor]
 
@@ -54,8 +55,6 @@ class Optimizer:
         self.params = [param.double().clone().requires_grad_() for param in params]
         # What roundings are measured by: what ends near 0 was larger, and rounded, before.
         self.scales = [param.detach().abs() for param in self.params]
-        self.moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in self.params]
-        self.count = 0
         common = {"lr": args["lr"], "weight_decay": args["weight_decay"]}
         maximize = args["maximize"]
         if args["rule"] == "sgd":
@@ -66,16 +65,12 @@ class Optimizer:
                 maximize=maximize,
                 **common,
             )
-        elif args["rule"] != "lamb":
-            rule = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[args["rule"]]
-            self.optimizer = rule(
-                self.params,
-                betas=(0.9, 0.99),
-                eps=EPS,
-                amsgrad=args["amsgrad"],
-                maximize=maximize,
-                **common,
-            )
+        else:
+            common |= {"betas": (0.9, 0.99), "eps": EPS, "maximize": maximize}
+            if args["rule"] != "lamb":
+                common["amsgrad"] = args["amsgrad"]
+            rule = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "lamb": Lamb}
+            self.optimizer = rule[args["rule"]](self.params, **common)
 
     def step(self, gradients: Sequence[Tensors], weights: Sequence[float] | None) -> None:
         """One step from all members' gradients, `gradients[member][parameter]`."""
@@ -94,23 +89,7 @@ class Optimizer:
                 total = total / size if self.args["reduce"] == "mean" else total
             param.grad = total / (self.args["scale"] or 1)
             self.scales[index] += self.args["lr"] * param.grad.abs()
-        if self.args["rule"] == "lamb":
-            self._lamb()
-        else:
-            self.optimizer.step()
-
-    @torch.no_grad()
-    def _lamb(self) -> None:
-        self.count += 1
-        for param, (m, v) in zip(self.params, self.moments):
-            grad = -param.grad if self.args["maximize"] else param.grad
-            m.mul_(0.9).add_(grad, alpha=1 - 0.9)
-            v.mul_(0.99).add_(grad * grad, alpha=1 - 0.99)
-            update = (m / (1 - 0.9**self.count)) / ((v / (1 - 0.99**self.count)).sqrt() + EPS)
-            update += self.args["weight_decay"] * param
-            norms = float(param.norm()), float(update.norm())
-            adapt = self.args["weight_decay"] != 0 and 0 not in norms
-            param.sub_(self.args["lr"] * (norms[0] / norms[1] if adapt else 1) * update)
+        self.optimizer.step()
 
     def wrong(self, index: int, found: torch.Tensor) -> str | None:
         """Whether a parameter is further away than a few roundings."""
