@@ -158,6 +158,9 @@ class BucketOwner:
 
     context: StepContext
 
+    def armed(self) -> None:
+        """A forward has armed DDP: the next backward reduces."""
+
     def bucket_ready(self, bucket: Bucket, grads: list[torch.Tensor], used: Flags) -> None:
         """A bucket in the usual case: plain gradients of this rank."""
         raise NotImplementedError
@@ -409,7 +412,7 @@ class Bridge:
         """The buckets left in a backward that is under way, or else those of the next one."""
         ddp = self._ddp()
         every = 0 if ddp is None else len(_torch.buckets(ddp))
-        return every - self._begun if self._watch.armed else every
+        return every - self._begun if self._watch.armed and not self._told else every
 
     def check_finished(self, named: Callable[[], Iterable[tuple[str, torch.Tensor]]]) -> None:
         """Raises for one whose gradient DDP has not reduced yet, because it waits for others."""
@@ -471,6 +474,8 @@ class Bridge:
         self._begun, self._told = 0, False
         watch.drop_taken()
         self._others.clear()  # of a backward that has raised
+        for mode in self._modes:
+            mode.armed()
         # With a static graph the hooks may run more than once.
         watch.takes = self._may_take and not ddp.static_graph
         # With gradient_as_bucket_view p.grad may lie in a bucket that DDP is about to fill: those
@@ -500,8 +505,8 @@ class Bridge:
         self.finalising = False
         if self._watch.armed and not self._told:
             # Peers begin with all of its buckets, whatever becomes of one of them.
-            self._told = True
             ddp, left = self._ddp(), self.buckets_left()
+            self._told = True
             error = RuntimeError("a backward has raised; this rank's own error says why")
             if ddp is not None and left:
                 tell(ddp.process_group, error, shared_errors(), self._params, left)

@@ -578,7 +578,13 @@ class Overlap(Attached):
         self._spent: dict[torch.Tensor, SpentGrad] = {}
         self._recompute = RecomputeGuard(self.updated)
 
-    # --- in backward: the bridge's calls ------------------------------------------------
+    # --- the bridge's calls -------------------------------------------------------------
+
+    def armed(self) -> None:
+        # A backward that has raised left this half done. Inside of a backward (checkpointing of
+        # the module itself) it is that backward's own.
+        if self._half_updated and not _torch.in_backward():
+            self._end_update()
 
     def bucket_ready(self, bucket: Bucket, grads: list[torch.Tensor], used: Flags) -> None:
         self._update(bucket.params, grads, used, shadow=False)

@@ -93,9 +93,24 @@ def _works(call: Callable[[], Any]) -> bool:
     return False
 
 
-def _uint16(context: Context, group: Group) -> Any:
-    t = torch.ones(3, dtype=torch.uint16)
-    return _works(lambda: dist.all_reduce(t, group=group)) and t.tolist()
+def _short_integers(context: Context, group: Group) -> Any:
+    tensors = [torch.ones(3, dtype=dtype) for dtype in (torch.int16, torch.uint16)]
+    return [_works(lambda t=t: dist.all_reduce(t, group=group)) and t.tolist() for t in tensors]
+
+
+def _complex32(context: Context, group: Group) -> Any:
+    t, out = torch.ones(2, dtype=torch.complex32), torch.ones(1, dtype=torch.complex32)
+    return [
+        _works(lambda: dist.reduce(t, 0, group=group)),
+        _works(lambda: dist.reduce_scatter_tensor(out, t, group=group)),
+        _works(lambda: dist.all_reduce(t, group=group)),
+    ]
+
+
+def _strided_message(context: Context, group: Group) -> Any:
+    t = torch.full((3, 2), float(context.rank))[:, 0]
+    call = dist.send if context.rank else dist.recv
+    return _works(lambda: call(t, 1 - context.rank, group=group)) and t.tolist()
 
 
 def _float8(context: Context, group: Group) -> Any:
@@ -168,7 +183,13 @@ ROWS = {
     "sums of float32 depend on the algorithm": Row(4, _order, [0.0] * 4, [1.0] * 4),
     "the same sum has other bits": Row(3, _positions, [2] * 3, [1] * 3),
     "the sum of bools": Row(2, _bools, [2] * 2, [1] * 2),
-    "uint16": Row(2, _uint16, [False] * 2, [[2, 2, 2]] * 2),
+    "int16 and uint16": Row(2, _short_integers, [[False] * 2] * 2, [[[2, 2, 2]] * 2] * 2),
+    "`reduce` and `reduce_scatter` add complex32": Row(
+        2, _complex32, [[True] * 3] * 2, [[False, False, True]] * 2
+    ),
+    "`send` and `recv` of a tensor that is not contiguous": Row(
+        2, _strided_message, [False] * 2, [[1.0] * 3] * 2
+    ),
     "float8": Row(2, _float8, [False] * 2, [[2.0, 2.0, 2.0]] * 2),
     "`all_gather` into a list of tensors of different sizes": Row(
         2, _uneven, [False] * 2, [[1.0, 2.0, 2.0]] * 2

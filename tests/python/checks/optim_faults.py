@@ -98,11 +98,13 @@ def train_anew(context: Context, survivors: list[int], mode: str) -> str:
 
 
 def other_lr(context: Context, mode: str, what: str) -> None:
-    """One rank has other hyperparameters; raises, and replicas have not drifted apart."""
-    trainer = Trainer(context, mode)
+    """One rank has other hyperparameters; raises, and replicas have not drifted apart. Once it has
+    the same again, the optimizer goes on as if nothing had been."""
+    trainer, undisturbed = Trainer(context, mode), Trainer(context, mode)
     trainer.step(0)
     before = trainer.digest()
-    group = trainer.optimizer.param_groups[0]
+    group, states = trainer.optimizer.param_groups[0], trainer.optimizer.state.values()
+    kept = dict(group)
     if context.rank == 0:
         if what == "lr":
             group["lr"] *= 2
@@ -111,12 +113,20 @@ def other_lr(context: Context, mode: str, what: str) -> None:
         elif what == "betas":
             group["betas"] = (0.8, 0.9)
         else:
-            for state in trainer.optimizer.state.values():
+            for state in states:
                 state["step"] += 1
     try:
         trainer.step(1)
     finally:
         assert trainer.digest() == before, "some parameters have moved"
+        trainer.optimizer.zero_grad()
+        group.update(kept)
+        for state in states if context.rank == 0 and what == "step" else ():
+            state["step"] -= 1
+        trainer.step(1)
+        undisturbed.step(0)
+        undisturbed.step(1)
+        assert trainer.digest() == undisturbed.digest(), "an error has left its traces"
 
 
 def train_again(context: Context, mode: str) -> str:
