@@ -96,6 +96,15 @@ def _detect(env: Mapping[str, str]) -> LaunchEnvironment | None:
 def _from_openmpi(env: Mapping[str, str]) -> LaunchEnvironment:
     names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
     numbers = [_require(env, f"OMPI_COMM_WORLD_{name}", "Open MPI") for name in names]
+    rank, world_size, local_rank, local_world_size = numbers
+    if 0 < local_world_size <= local_rank < world_size:
+        # Seen of 5.0.11 with `--host a:2,b:2 -n 3`: a size of 1 on every rank.
+        raise RuntimeError(
+            f"openmpi: impossible place in the job: rank {rank} of {world_size} has "
+            f"OMPI_COMM_WORLD_LOCAL_RANK={local_rank} and OMPI_COMM_WORLD_LOCAL_SIZE="
+            f"{local_world_size}. Open MPI 5 counts wrongly where `--host` has more slots than "
+            "the job has ranks: give each host as many slots as ranks (`--host a:2,b:1 -n 3`)"
+        )
     job_id = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or _batch_id(env)
     return _placed(env, "openmpi", *numbers, job_id=job_id)
 

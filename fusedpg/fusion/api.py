@@ -624,7 +624,8 @@ class FusedFunction:
 
         def finish(results: list[torch.Tensor]) -> Any:
             if plan is not None:
-                results = attach(plan, place, values, results, stages)
+                crossing = None if call.messages is None else call.messages.crossing
+                results = attach(plan, place, values, results, crossing)
             if written is not None:
                 return written()[0] if single else written()
             return results[0] if single else tuple(results)

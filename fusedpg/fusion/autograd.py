@@ -12,10 +12,13 @@ import torch.distributed as dist
 
 from fusedpg._refusal import telling
 from fusedpg.fusion.derive import Derived
+from fusedpg.fusion.messages import End
 from fusedpg.fusion.plan import complete, start
 from fusedpg.fusion.schedule import Schedule
 
 Place = tuple[dist.ProcessGroup, int]  # a group, and this rank's number in it
+# The group of the stages, and the numbers of a call's messages.
+Crossing = tuple[dist.ProcessGroup, Mapping[End, int]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -52,7 +55,7 @@ def run_backward(
     kept: Sequence[torch.Tensor],
     numbers: Mapping[str, object],
     gradients: Sequence[torch.Tensor],
-    stages: dist.ProcessGroup | None = None,
+    crossing: Crossing | None = None,
 ) -> dict[str, torch.Tensor]:
     """The gradients of the forward's inputs by name; `gradients` are those of all its results."""
     derived, program = plan.derived, plan.backward.program
@@ -60,7 +63,8 @@ def run_backward(
     arguments |= {name: value for (name, _), value in zip(derived.kept, kept)}
     arguments |= {name: gradients[number] for name, number in derived.seeds}
     device = gradients[0].device if gradients else None
-    call, run = start(program, place[0], arguments, stages=stages, device=device)
+    stages, forward = crossing or (None, {})
+    call, run = start(program, place[0], arguments, stages=stages, device=device, forward=forward)
     with telling(place[0], *gradients, when=call.meets):
         results = complete(run)
     return dict(zip(derived.gradients, results))
@@ -74,13 +78,13 @@ class Attach(torch.autograd.Function):
         ctx: Any,
         plan: Differentiable,
         place: Place,
-        stages: dist.ProcessGroup | None,
+        crossing: Crossing | None,
         values: Mapping[str, object],
         names: tuple[str, ...],
         results: Sequence[torch.Tensor],
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        ctx.plan, ctx.place, ctx.stages, ctx.names = plan, place, stages, names
+        ctx.plan, ctx.place, ctx.crossing, ctx.names = plan, place, crossing, names
         ctx.numbers = numbers_of(plan, values)
         # As autograd knows them: the arguments are its own inputs.
         values = {**values, **dict(zip(names, tensors))}
@@ -100,7 +104,7 @@ class Attach(torch.autograd.Function):
                 "create_graph=True out, or write this part without fusedpg.fuse"
             )
         found = run_backward(
-            ctx.plan, ctx.place, ctx.saved_tensors, ctx.numbers, gradients, ctx.stages
+            ctx.plan, ctx.place, ctx.saved_tensors, ctx.numbers, gradients, ctx.crossing
         )
         return None, None, None, None, None, None, *(found.get(name) for name in ctx.names)
 
@@ -110,7 +114,7 @@ def attach(
     place: Place,
     values: Mapping[str, object],
     results: list[torch.Tensor],
-    stages: dist.ProcessGroup | None = None,
+    crossing: Crossing | None = None,
 ) -> list[torch.Tensor]:
     """The results of a run of the plan's forward, with their backward."""
     names = tuple(name for name, value in values.items() if isinstance(value, torch.Tensor))
@@ -121,6 +125,6 @@ def attach(
     own = [*distinct[: plan.results], *results[plan.results :]]
     with torch.enable_grad():
         given: tuple[torch.Tensor, ...] = Attach.apply(
-            plan, place, stages, values, names, own, *(values[name] for name in names)
+            plan, place, crossing, values, names, own, *(values[name] for name in names)
         )
     return list(given)

@@ -17,7 +17,8 @@ import contextlib
 import dataclasses
 import math
 import weakref
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -128,7 +129,9 @@ class Messages:
         rank: int,
         device: torch.device,
         with_gradients: Collection[Node],
+        forward: Mapping[End, int] = MappingProxyType({}),
     ) -> None:
+        """`forward`: of a backward, the numbers of the messages whose gradients it exchanges."""
         self._open: dict[Node, Sending | Receiving] = {}
         ends = {node: End.of(node) for node in program.messages}
         try:
@@ -140,8 +143,11 @@ class Messages:
         except Exception as error:
             give_up(list(ends.values()), stages, device, error)
             raise
-        for node, number in zip(ends, numbers):
-            self._open[node].start(number)
+        self.crossing = stages, dict(zip(ends.values(), numbers))
+        for (node, end), number in zip(ends.items(), numbers):
+            # A gradient goes the other way.
+            of = forward.get(dataclasses.replace(end, sends=not end.sends))
+            self._open[node].start(number, of)
 
     def sending(self, node: Node) -> Sending:
         message = self._open[node]
@@ -226,9 +232,12 @@ class _Message:
         self._told = False  # the other side knows how it ends
         self._facts = "" if value is None else value.facts
 
-    def start(self, number: int) -> None:
-        """`number`: from `numbered`."""
+    def start(self, number: int, forward: int | None = None) -> None:
+        """`number`: from `numbered`; `forward`: that of the value whose gradient this is."""
         self._facts += f"\nmessage of its tag: {number}"
+        if forward is not None:
+            # It has room: "a gradient" is shorter than what the value's own header says.
+            self._facts += f"\ngradient of message: {forward}"
         # Each has tags of its own, as calls may end in another order than they began.
         self._tag = (self._end.tag * _IN_FLIGHT + number % _IN_FLIGHT) * 4
         self._tag += _FIRST_TAG
@@ -290,8 +299,8 @@ class _Message:
 class Sending(_Message):
     """A value that is on its way from `send` on; it must not change until `finish` is done."""
 
-    def start(self, number: int) -> None:
-        super().start(number)
+    def start(self, number: int, forward: int | None = None) -> None:
+        super().start(number, forward)
         self._works: list[Any] = []
         self._held: list[torch.Tensor] = []  # what they send
         self._lengths = [0] if self._about is None else self._about.lengths
@@ -358,8 +367,8 @@ class Sending(_Message):
 class Receiving(_Message):
     """A value that may arrive from `start` on."""
 
-    def start(self, number: int) -> None:
-        super().start(number)
+    def start(self, number: int, forward: int | None = None) -> None:
+        super().start(number, forward)
         about = self._about
         lengths, dtype = ([0], torch.uint8) if about is None else (about.lengths, about.dtype)
         self._value = torch.empty(sum(lengths), dtype=dtype, device=self._device)

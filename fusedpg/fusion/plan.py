@@ -12,6 +12,7 @@ import logging
 import operator
 import weakref
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +29,7 @@ from fusedpg.fusion.compiled import Alone, kernel
 from fusedpg.fusion.derivatives import smooth
 from fusedpg.fusion.ir import Group, Node, Program
 from fusedpg.fusion.local import LocalKernel, local_kernel
-from fusedpg.fusion.messages import Messages, Transfer
+from fusedpg.fusion.messages import End, Messages, Transfer
 from fusedpg.fusion.places import Ranks, with_memory
 from fusedpg.fusion.signature import Signature
 from fusedpg.fusion.steps import (
@@ -351,10 +352,11 @@ class Plan:
         arguments: Mapping[str, object],
         stages: dist.ProcessGroup | None,
         wrt: Collection[str],
+        forward: Mapping[End, int],
     ) -> Run:
         if stages is not None and self.program.messages:
             active = smooth(self.program, wrt) if wrt else ()
-            call.messages = Messages(self.program, stages, self.rank, self.device, active)
+            call.messages = Messages(self.program, stages, self.rank, self.device, active, forward)
         try:
             call.compiles = bool(load_extension()._fusion_settings()[0])
             # A graph of the GPU is being made, for which the host cannot wait.
@@ -401,12 +403,14 @@ def start(
     stages: dist.ProcessGroup | None = None,
     wrt: Collection[str] = (),
     device: torch.device | None = None,
+    forward: Mapping[End, int] = MappingProxyType({}),
 ) -> tuple[Call, Run]:
     """A call of a program with these arguments, and its run.
 
     Args:
         wrt: the arguments whose gradients will be asked for.
         device: of the results; None: that of the arguments.
+        forward: of a backward, the numbers of its forward's messages.
     """
     if program.messages and stages is None:
         raise ValueError(
@@ -420,7 +424,7 @@ def start(
     call = Call(plan, group, device, [], targets, async_op=async_op and not program.messages)
     call.numbers = len(tensors) < len(arguments)
     call.differentiable = bool(wrt)
-    return call, plan.run(call, arguments, stages, wrt)
+    return call, plan.run(call, arguments, stages, wrt, forward)
 
 
 def _run_each(steps: list[Step], call: Call) -> Iterator[object]:

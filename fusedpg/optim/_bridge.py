@@ -403,6 +403,11 @@ class Bridge:
         owner = self._owners.get(param)
         return None if owner is None else owner()
 
+    def others_accumulate(self) -> bool:
+        """Whether ranks with data are in a no_sync(), as DDP's hook of Join has found out."""
+        ddp = self._ddp()
+        return ddp is not None and not ddp.require_forward_param_sync
+
     def weighted_by_joining(self) -> bool:
         """Whether DDP was told to divide by the number of ranks that still have data."""
         ddp = self._ddp()

@@ -247,6 +247,9 @@ class StepOnJoin(JoinHook):
         known.append(weakref.ref(context))
 
     def main_hook(self) -> None:
+        bridge = self._context.bridge
+        if bridge is not None and bridge.others_accumulate():
+            return
         if self._context.mode.tells:
             self._context.follow_step()
         else:

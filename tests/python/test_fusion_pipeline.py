@@ -292,6 +292,32 @@ def test_training(world_size: int, stages: int, async_op: bool, order: str) -> N
     harness.pool(world_size).run(train, stages, torch.float64, order, async_op)
 
 
+@on_ranks(2, 4)
+def test_backwards_in_another_order(context: Context) -> None:
+    """A gradient says of which message it is: sides would take that of another micro-batch."""
+    for backend in backends(context):
+        place = Place(context, backend, 2, 20)
+        xs = [_leaf(torch.full((4, 40), float(n + context.rank))) for n in range(3)]
+        b, w = torch.ones(40), torch.ones(4, 40)
+
+        def forward(n: int, xs: Any = xs, b: Any = b, w: Any = w, place: Any = place) -> Any:
+            if place.stage == 0:
+                return first(xs[n], b, w, 3, **place.groups)
+            return last(torch.empty(4, 40, requires_grad=True), w, **place.groups)[1].sum()
+
+        calls = [forward(n) for n in range(2)]
+        for n in (0, 1) if place.stage == 0 else (1, 0):
+            with pytest.raises(dist.DistBackendError, match="gradient of message"):
+                calls[n].backward()
+        assert all(x.grad is None for x in xs)
+        forward(2).backward()
+        if place.stage == 0:
+            own = [_leaf(torch.full((4, 40), float(2 + r))) for r in range(place.size)]
+            run_first(own, b, w, 3).sum().backward()
+            agree(xs[2].grad, own[0].grad, backend)
+        place.close()
+
+
 def mismatches(context: Context) -> None:
     """What two stages do differently raises on both, and the next message is received."""
     whole = first.scheduled()

@@ -238,3 +238,20 @@ def run(program: Tape, context: Context) -> Iterator[Pair]:
 @pytest.mark.parametrize("where", WHERE)
 def test_calls_are_right_or_raise_and_end_nothing(where: str, seed: int) -> None:
     core.search("horovod", where, core.seed(seed))
+
+
+def _bits(context: Context) -> None:
+    numbers = torch.arange(float(ROWS * 3)).view(ROWS, 3) + context.rank
+    with session():
+        for layout in ("negated", "conjugated"):
+            own = LAYOUTS[layout](numbers)
+            for kind in KINDS:
+                if not kind.endswith("_"):
+                    want = by_gloo(context, kind, own, hvd.Sum)
+                    torch.testing.assert_close(call(kind, own, hvd.Sum, None), want)
+
+
+@pytest.mark.parametrize("backend", [harness.BACKEND, "gloo"])
+def test_bits_of_views_on_any_backend(backend: str) -> None:
+    """Gloo moves memory, in which the bit of a conjugated or negated view is not."""
+    harness.pool(2, backend=backend).run(_bits)

@@ -201,6 +201,17 @@ def test_impossible_places(change: dict[str, str]) -> None:
         init_from_environment({**OPENMPI, **change})
 
 
+def test_local_size_that_open_mpi_counts_wrongly() -> None:
+    """`mpirun --host a:2,b:2 -n 3` of 5.0.11: of two ranks on `a` each is told that it is alone."""
+    env = {**OPENMPI, "OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
+    before = dict(env)
+    with pytest.raises(RuntimeError) as caught:
+        init_from_environment(env)
+    for said in ("rank 1 of 3", "LOCAL_RANK=1", "LOCAL_SIZE=1", "slots", "--host a:2,b:1 -n 3"):
+        assert said in str(caught.value)
+    assert env == before
+
+
 def test_text_where_a_number_belongs() -> None:
     with pytest.raises(RuntimeError, match="is not a number"):
         init_from_environment({**OPENMPI, "OMPI_COMM_WORLD_SIZE": "two"})

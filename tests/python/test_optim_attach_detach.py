@@ -222,6 +222,22 @@ def test_detach_leaves_plain_ddp(context: Context, view: bool, static: bool) -> 
 
 @pytest.mark.parametrize("attached", [False, True])
 @on_ranks(2)
+def test_detached_parameters_are_the_ranks_own(context: Context, attached: bool) -> None:
+    """Another optimizer, on each rank, would write to one copy of parameters that stay shared."""
+    module = nn.Linear(5, 7)
+    ddp = DistributedDataParallel(module) if attached else None
+    params = list(module.parameters())
+    optimizer = fusedpg.optim.SGD(params, lr=0.1, ddp=ddp, share_parameters=True)
+    optimizer.detach()
+    with torch.no_grad():
+        for param in params:
+            param.fill_(context.rank)
+    dist.barrier()
+    assert all(param.unique().tolist() == [context.rank] for param in params)
+
+
+@pytest.mark.parametrize("attached", [False, True])
+@on_ranks(2)
 def test_detach_with_what_came_after_the_step(context: Context, attached: bool) -> None:
     """detach() would lose what backward has added to a gradient that step() has applied."""
     torch.manual_seed(0)

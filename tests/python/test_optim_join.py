@@ -3,7 +3,9 @@ numbers of DistributedDataParallel with torch's optimizers on Gloo."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -49,8 +51,8 @@ def between(how: str, model: nn.Module, optimizers: list[Any], scaler: Any) -> N
 
 
 HOW = (
-    "nothing", "clip", "clip, largest", "clip one by one", "clip by the optimizer", "by hand",
-    "scaler", "scaler, clip",
+    "nothing", "no_sync", "clip", "clip, largest", "clip one by one", "clip by the optimizer",
+    "by hand", "scaler", "scaler, clip",
 )  # fmt: skip
 
 
@@ -80,6 +82,9 @@ def trained(context: Context, who: str, mode: str, how: str, group: Any) -> list
             for optimizer in () if zero_last else optimizers:
                 optimizer.zero_grad(set_to_none=step % 2 == 0 or "overlap" in mode)
             x = torch.ones(2, 16, dtype=torch.float64) * (step + context.rank + 1)
+            if how == "no_sync":
+                with contextlib.nullcontext() if manual else net.no_sync():
+                    net(2 - x).square().mean().backward()
             loss = net(x).square().mean()
             (scaler.scale(loss) if scaled else loss).backward()
             between(how, model, optimizers, scaler)
@@ -102,7 +107,7 @@ BY_ACTIVE = "divided by those who have data"
 @on_ranks(2, 3)
 def test_numbers_of_gloo(context: Context, mode: str) -> None:
     gloo = dist.new_group(backend="gloo")
-    for how in HOW[:1] if "overlap" in mode else HOW:
+    for how in HOW[:2] if "overlap" in mode else HOW:
         expected = trained(context, "torch", mode, how, gloo)
         found = trained(context, "fused", mode, how, None)
         for one, other in zip(found, expected, strict=True):
@@ -150,6 +155,69 @@ def test_local_batch_sizes(context: Context, mode: str, uneven: bool) -> None:
     of_torch(*(batch(100, rank) for rank in ranks))
     for mine, want in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(mine, want, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("mode", ["manual", "sharded", "overlap", "module alone", "torch"])
+@on_ranks(2, 3)
+def test_steps_after_join(context: Context, mode: str) -> None:
+    """They go on from the moments of all steps, as one process that saw all batches would.
+
+    torch's optimizer on a rank that joined early has missed the others' steps: its moments are
+    old, and the parameters of DDP's ranks differ from the next step on.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 3)).double()
+    twin = copy.deepcopy(model)
+    oracle = torch.optim.AdamW(twin.parameters(), lr=0.01)
+    ranks, size = range(context.world_size), context.world_size
+    gloo = dist.new_group(backend="gloo")
+    net: Any = model
+    if mode != "manual":
+        net = DistributedDataParallel(model, process_group=gloo if mode == "torch" else None)
+    kind, options = (
+        fusedpg.optim.AdamW,
+        {"ddp": net, "overlap": mode in ("overlap", "module alone")},
+    )
+    if mode in ("torch", "manual"):
+        kind, options = torch.optim.AdamW if mode == "torch" else kind, {}
+    optimizer: Any = kind(model.parameters(), lr=0.01, **options)
+    joined = {"manual": [optimizer], "module alone": [net], "torch": [net]}
+    lengths = [3 + 2 * rank for rank in ranks]
+
+    def loss(net: Any, step: int, rank: int) -> torch.Tensor:
+        x = torch.ones(2, 16, dtype=torch.float64) * (step % 100 + rank + 1)
+        return net(x).square().mean()
+
+    def train(step: int) -> None:
+        loss(net, step, context.rank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def far() -> float:
+        """How far the rank's parameters are from the oracle's after its step."""
+        pairs = zip(model.parameters(), twin.parameters(), strict=True)
+        return max(float((one - other).abs().max()) for one, other in pairs)
+
+    def of_oracle(step: int, ranks: Sequence[int]) -> None:
+        oracle.zero_grad()
+        for rank in ranks:
+            (loss(twin, step, rank) / size).backward()
+        oracle.step()
+
+    with Join(joined.get(mode, [net, optimizer])):
+        for step in range(lengths[context.rank]):
+            train(step)
+    for step in range(max(lengths)):
+        of_oracle(step, [rank for rank in ranks if step < lengths[rank]])
+    assert far() < 1e-12
+    for step in (100, 101):
+        train(step)
+        of_oracle(step, ranks)
+        if mode != "torch":
+            assert far() < 1e-12
+        elif step == 100:
+            last = context.rank == size - 1
+            assert far() < 1e-12 if last else far() > 1e-4
 
 
 @on_ranks(2)
