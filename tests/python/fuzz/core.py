@@ -61,8 +61,6 @@ SUBJECTS = {
     "pipelines": "fuzz.pipelines",
     "targets": "fuzz.targets",
     "layers": "fuzz.layers",
-    "sequence": "test_sequence_parallel",
-    "norms": "test_tensor_parallel_norm",
     "shortcuts": "checks.shortcuts",
     "plans": "fuzz.plans",
     "horovod": "test_hvd_calls",
