@@ -61,7 +61,7 @@ SUBJECTS = {
     "pipelines": "fuzz.pipelines",
     "targets": "fuzz.targets",
     "layers": "fuzz.layers",
-    "shortcuts": "checks.shortcuts",
+    "shortcuts": "test_fusion_plan_cache",
     "plans": "fuzz.plans",
     "horovod": "test_hvd_calls",
     "gpu": "checks.cuda_ranks",
