@@ -112,10 +112,11 @@ def tests_of(path: Path) -> list[ast.FunctionDef]:
 def reached(path: Path) -> list[ast.stmt]:
     """The tests of a file, and what they use of this file and of others.
 
-    `fuzz.core` calls `draw` and `run` of a file that is a subject.
+    `fuzz.core` calls `draw` and `run` of a file that is a subject, or imports one.
     """
     todo: list[Definition] = [(path, test.name) for test in tests_of(path)]
-    todo += [(path, name) for name in ("draw", "run")]
+    subjects = [one for one in module(path).modules.values() if one.parent.name == "fuzz"]
+    todo += [(one, name) for one in (path, *subjects) for name in ("draw", "run")]
     seen = set(todo)
     nodes = []
     while todo:

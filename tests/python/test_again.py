@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 import harness
+from checks.faults import rejoin
 from harness import Context, slow
 
 pytestmark = pytest.mark.fused_only
@@ -69,26 +70,13 @@ def missing(context: Context, backend: str, how: str) -> str | None:
 
         fusedpg.serve_gloo()
     late = context.rank == context.world_size - 1
-    short = datetime.timedelta(seconds=1.5)
     try:
         if how == "init" and not late:
-            dist.init_process_group(
-                backend,
-                store=dist.PrefixStore(f"{backend} {how}", context.store),
-                rank=context.rank,
-                world_size=context.world_size,
-                timeout=short,
-            )
+            rejoin(context, f"{backend} {how}", None, 1.5, backend)
         elif how == "new_group":
-            dist.init_process_group(
-                backend,
-                store=dist.PrefixStore(f"{backend} {how}", context.store),
-                rank=context.rank,
-                world_size=context.world_size,
-                timeout=datetime.timedelta(seconds=20),
-            )
+            rejoin(context, f"{backend} {how}", backend=backend)
             if not late:
-                dist.new_group(timeout=short)
+                dist.new_group(timeout=datetime.timedelta(seconds=1.5))
     except RuntimeError as error:
         return str(error)
     finally:

@@ -14,8 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import hypothesis
-import hypothesis.strategies as st
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,7 +21,6 @@ import torch.distributed as dist
 import fusedpg
 import harness
 from checks import aggregators as checks
-from checks import sparse
 from fusedpg import aggregator
 from harness import Died
 
@@ -95,68 +92,6 @@ def two() -> Iterator[str]:
 @pytest.fixture
 def ranks() -> Any:
     return harness.pool(3, env=on_hosts(3), oracle=False, one_host=False)
-
-
-@pytest.mark.parametrize("dtype", [*checks.FLOATS, *checks.INTEGERS], ids=str)
-@pytest.mark.parametrize("number", [1, 2])
-def test_bits_are_those_without(ranks: Any, two: str, number: int, dtype: torch.dtype) -> None:
-    places = ",".join(two.split(",")[:number])
-    ranks.run(checks.equals_without, places, dtype, checks.LARGE)
-
-
-@hypothesis.given(
-    numel=st.integers(0, 600_000), dtype=st.sampled_from([*checks.FLOATS, *checks.INTEGERS]),
-    offset=st.integers(0, 5), async_op=st.booleans(), seed=st.integers(0, 99),
-)  # fmt: skip
-@hypothesis.settings(
-    max_examples=15, deadline=None,
-    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
-)  # fmt: skip
-def test_any_call(ranks: Any, two: str, **case: Any) -> None:
-    ranks.run(checks.equals_numpy, two, case)
-
-
-@hypothesis.given(
-    numel=st.one_of(st.integers(0, 700), st.integers(0, 90_000)),
-    block=st.sampled_from([32, 100, 256, 4096, 65536]), dtype=st.sampled_from(checks.SKIPPED),
-    density=st.sampled_from([0.0, 0.02, 0.1, 0.5, 1.0]),
-    overlap=st.sampled_from(["random", "all", "none", "one rank"]), average=st.booleans(),
-    nan=st.booleans(), seed=st.integers(0, 99), number=st.sampled_from([1, 2]),
-)  # fmt: skip
-@hypothesis.settings(
-    max_examples=60, deadline=None,
-    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
-)  # fmt: skip
-def test_blocks_have_the_bits_of_those_without(
-    ranks: Any, two: str, number: int, **case: Any
-) -> None:
-    ranks.run(checks.sparse_equals, ",".join(two.split(",")[:number]), case)
-
-
-@hypothesis.given(**sparse.bitmap_cases())
-@hypothesis.settings(
-    max_examples=40, deadline=None,
-    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
-)  # fmt: skip
-def test_bitmap(ranks: Any, two: str, **case: Any) -> None:
-    ranks.run(checks.obeys_bitmap, two, case)
-
-
-@hypothesis.given(
-    sizes=st.sampled_from(
-        [((50, 3), 1), ((7, 9, 4), 2), ((200,), 1), ((5, 300), 1), ((900, 64), 1), ((3, 70_000), 1),
-         ((2, 0), 1), ((40_000, 0), 1)]
-    ),
-    entries=st.lists(st.sampled_from([0, 1, 40, 700]), min_size=3, max_size=3),
-    dtype=st.sampled_from([*checks.SKIPPED, torch.uint8]), average=st.booleans(),
-    special=st.booleans(), number=st.sampled_from([1, 2]), seed=st.integers(0, 99),
-)  # fmt: skip
-@hypothesis.settings(
-    max_examples=30, deadline=None,
-    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
-)  # fmt: skip
-def test_coordinates(ranks: Any, two: str, number: int, **case: Any) -> None:
-    ranks.run(checks.coordinates_equal, ",".join(two.split(",")[:number]), case)
 
 
 def test_sparse_embedding(ranks: Any, two: str) -> None:

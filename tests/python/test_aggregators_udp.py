@@ -18,6 +18,7 @@ import pytest
 
 import harness
 from checks import aggregators_udp as checks
+from checks.faults import rejoin
 from harness import Died
 from test_aggregators import KEY, SOON, Aggregator, on_hosts, wait_for
 
@@ -185,7 +186,7 @@ def test_other_types(ranks: Any, one: Udp) -> None:
 def test_worker_dies(tmp_path: Path, one: Udp, how: signal.Signals) -> None:
     """The others raise at the deadline, and name it; a context of these works."""
     with workers(3) as found:
-        found.run(checks.join, "a", [0, 1, 2], 6.0)
+        found.run(rejoin, "a", [0, 1, 2], 6.0)
         found.start(checks.until_it_fails, one.place, str(tmp_path / "go"))
         wait_for(tmp_path / "go")
         began = time.time()
@@ -201,14 +202,14 @@ def test_worker_dies(tmp_path: Path, one: Udp, how: signal.Signals) -> None:
             found.collect(30, ranks=[1])
         found.start(checks.leave, ranks=[0, 2])
         assert found.collect(30, ranks=[0, 2]) == [None, None]
-        found.start(checks.join, "b", [0, 2], 20.0, ranks=[0, 2])
+        found.start(rejoin, "b", [0, 2], 20.0, ranks=[0, 2])
         assert found.collect(30, ranks=[0, 2]) == [None, None]
 
 
 def test_worker_fails(one: Udp) -> None:
     """The others hear of it soon."""
     with workers(3) as found:
-        found.run(checks.join, "a", [0, 1, 2], 60.0)
+        found.run(rejoin, "a", [0, 1, 2], 60.0)
         answers = found.run(checks.fails_by_itself, one.place)
         for rank in (0, 2):
             seconds, text = answers[rank]
@@ -222,7 +223,7 @@ def test_aggregator_dies(tmp_path: Path, again: bool) -> None:
     """All raise soon, and name it; a new context works once it is there again."""
     with workers(3) as found, contextlib.ExitStack() as later:
         first = later.enter_context(Udp())
-        found.run(checks.join, "a", [0, 1, 2], 60.0)
+        found.run(rejoin, "a", [0, 1, 2], 60.0)
         found.start(checks.until_it_fails, first.place, str(tmp_path / "go"))
         wait_for(tmp_path / "go")
         began = time.time()
@@ -242,7 +243,7 @@ def test_aggregator_dies(tmp_path: Path, again: bool) -> None:
 def test_nothing_comes_through(tmp_path: Path, one: Udp) -> None:
     """All raise at the deadline, and name the aggregator, whatever it said before."""
     with workers(2) as found, Bad(one.address, 0, 0, 0) as way:
-        found.run(checks.join, "a", [0, 1], 4.0)
+        found.run(rejoin, "a", [0, 1], 4.0)
         found.start(checks.until_it_fails, way.place, str(tmp_path / "go"))
         wait_for(tmp_path / "go")
         found.signal(1, signal.SIGSTOP)

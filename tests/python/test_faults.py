@@ -40,6 +40,17 @@ def kill_last(workers: harness.Workers, op: str) -> None:
         names(text, op, 2)
 
 
+def stop_second(workers: harness.Workers, op: str) -> None:
+    """Stops rank 1 of three in a loop, in groups with a deadline of 3 s: the others name it."""
+    wait_for(workers, "running", [0, 1, 2])
+    stopped = time.monotonic()
+    workers.signal(1, signal.SIGSTOP)
+    for text, when in workers.collect(20, ranks=[0, 2]):
+        assert 2 < when - stopped < 7, when - stopped
+        names(text, op, 1)
+        assert "time" in text, text
+
+
 def names(text: str, op: str, rank: int) -> None:
     assert text.startswith("fused:"), text
     assert op in text, text
@@ -95,14 +106,8 @@ def test_peer_leaves_without_a_word() -> None:
 def test_stopped_peer(numel: int, how: str) -> None:
     with harness.Workers(3, timeout=3, oracle=False) as workers:
         workers.start(faults.loop, "all_reduce", numel, True)
-        wait_for(workers, "running", [0, 1, 2])
-        stopped = time.monotonic()
-        workers.signal(1, signal.SIGSTOP)
         try:
-            for text, when in workers.collect(20, ranks=[0, 2]):
-                assert 2 < when - stopped < 7, when - stopped
-                names(text, "all_reduce", 1)
-                assert "time" in text, text
+            stop_second(workers, "all_reduce")
             workers.start(faults.after_failure, [0, 2], how, ranks=[0, 2])
             assert workers.collect(30, ranks=[0, 2]) == [None, None]
         finally:

@@ -22,7 +22,7 @@ import torch
 
 import fusedpg
 import harness
-from checks import collectives, ddp, fused_ops, groups, p2p
+from checks import collectives, ddp, faults, fused_ops, groups, p2p
 from checks.cases import Case, same
 from checks.fused_ops import BF16, FP16, FP32, Run
 from harness import Context, on_ranks
@@ -230,14 +230,7 @@ def test_transport(context: Context) -> None:
 
 def choice(context: Context, option: Any, refused: bool) -> None:
     """A group whose messages go by TCP; or an error that says what to do instead."""
-    create = functools.partial(
-        torch.distributed.init_process_group,
-        context.backend,
-        store=torch.distributed.PrefixStore("choice", context.store),
-        rank=context.rank,
-        world_size=context.world_size,
-        pg_options=fusedpg.Options(transport=option),
-    )
+    create = functools.partial(faults.rejoin, context, "choice", transport=option)
     if refused:
         with pytest.raises(ValueError, match=r'"ucx" has been removed.* set it to tcp'):
             create()

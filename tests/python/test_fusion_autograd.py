@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 import fusedpg
 import harness
 from checks.fusion import (
+    ARGUMENTS,
     FUSED,
     Case,
     compiled,
@@ -219,8 +220,7 @@ def test_each_rule(context: Context) -> None:
     """Of whole values, of slices, and of rows that are broadcast."""
     for text in UNARY + SMOOTH + BINARY + REDUCING:
         lines = [
-            "def program(g: Partial, h: Partial, w: Replicate, m: Shard, b: Replicate, lr: float, "
-            "seed: int) -> (None, Shard):",
+            f"def program({ARGUMENTS}) -> (None, Shard):",
             "x = all_reduce(g) + 0.5 * w",
             "y = reduce_scatter(h) - m",
             f"return {text.format(x='x', y='(w * b)')}, {text.format(x='y', y='all_reduce(g)')},",

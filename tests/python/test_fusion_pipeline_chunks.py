@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import tempfile
 import time
 from typing import Any
 from unittest import mock
@@ -15,7 +14,7 @@ import torch.distributed as dist
 
 import fusedpg
 import harness
-from checks.compiled import compiles, environment, forget
+from checks.compiled import compiles, no_compiler
 from checks.pipeline import DEADLINE, Place, backends, drawer, first, last, raises, run_first
 from fusedpg import fusion
 from fusedpg.fusion import (
@@ -140,18 +139,14 @@ def _values(context: Context, backend: str, dtype: torch.dtype, compiled: bool) 
 @on_ranks(4)
 def test_without_a_compiler_on_one_rank(context: Context) -> None:
     """On one rank of the stage that sends: all of it computes operation by operation."""
-    with tempfile.TemporaryDirectory() as empty, compiles(context):
-        forget()
-        absent = {"CXX": "/nowhere/c++"} if context.rank == 0 else {}
-        with environment(FUSEDPG_CACHE_DIR=empty, **absent):
-            place = Place(context, context.backend)
-            x, b, r = torch.ones(SHAPE), torch.ones(11), torch.ones(SHAPE)
-            for _ in range(2):
-                got = _equal(place, (SLICES, (FuseSend(),)), 3, first, x, b, r, 7)
-                want = run_first([x] * place.size, b, r, 7)
-                assert got == 0 if place.stage == 0 else torch.equal(got, want)
-            place.close()
-    forget()
+    with no_compiler(context.rank == 0):
+        place = Place(context, context.backend)
+        x, b, r = torch.ones(SHAPE), torch.ones(11), torch.ones(SHAPE)
+        for _ in range(2):
+            got = _equal(place, (SLICES, (FuseSend(),)), 3, first, x, b, r, 7)
+            want = run_first([x] * place.size, b, r, 7)
+            assert got == 0 if place.stage == 0 else torch.equal(got, want)
+        place.close()
 
 
 _SEND = messages.Sending.send

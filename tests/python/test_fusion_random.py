@@ -1,5 +1,5 @@
 """Random programs of fused functions: under all schedules, over rows, while they are tuned, in
-stages of a pipeline, into tensors that overlap, and in parallel layers.
+stages of a pipeline, and into tensors that overlap.
 
 Everything is compared with plain torch in one process.
 """
@@ -53,9 +53,3 @@ def test_places_of_tensors(where: str, seed: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_kinds_of_tensors(world_size: int) -> None:
     harness.pool(world_size).run(targets.kinds)
-
-
-@pytest.mark.parametrize("where", ["2", harness.slow("3")])
-@pytest.mark.parametrize("seed", SEEDS)
-def test_parallel_layers(where: str, seed: int) -> None:
-    search("layers", where, seed)

@@ -40,6 +40,11 @@ def scattered(g: Partial, w: Replicate, s: float):
     return all_gather(s * reduce_scatter(g)) + w
 
 
+def clipped(g: Partial, w: Replicate, s: float):
+    g = reduce_scatter(g, "mean")
+    return all_gather(w - g * torch.clamp(s / (g.norm() + 1e-6), max=1.0)), g.norm()
+
+
 def extremes(g: Partial, w: Replicate, s: float):
     return all_reduce(g, "max") * s, all_reduce(g * w, "min")
 
@@ -69,8 +74,8 @@ def dropped(g: Partial, w: Replicate, s: int):
 
 
 FUNCTIONS: list[Callable[..., Any]] = [
-    adam, norm, local, scattered, extremes, overlapped, half, received, flagged, flagged_alone,
-    dropped,
+    adam, norm, local, scattered, clipped, extremes, overlapped, half, received, flagged,
+    flagged_alone, dropped,
 ]  # fmt: skip
 
 

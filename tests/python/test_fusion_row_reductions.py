@@ -476,22 +476,13 @@ def run_random(world_size: int, examples: int, check: Any, **drawn: Any) -> int:
     return functions.run_cases(lambda: harness.pool(world_size), check, examples, **more)
 
 
+def parts_rows(schedule: Any) -> bool:
+    """Rows of a rank's own."""
+    return LocalRowReduction() in schedule.transformations
+
+
 def random_program(context: Context, case: Case) -> int:
-    """Schedules with rows of a rank's own, compiled and not; how many ran as generated code."""
-    program = generated.Random(context, case)
-    found = [s for s in program.schedules("collective") if LocalRowReduction() in s.transformations]
-    ran = 0
-    for schedule in found[:3]:
-        text = "\n".join(compiled.sources(schedule.program))
-        before = generated.done()
-        program.compare(schedule, program.results(schedule), text, exact=False)
-        with generated.compiles(context):
-            results = program.results(schedule)
-        count = generated.CALLS * generated.reductions(schedule.program)
-        ran += "extern" in text and generated.done() - before == count
-        program.compare(schedule, results, text, exact=False)
-    dist.barrier(group=context.oracle)
-    return ran
+    return generated.random_program(context, case, parts_rows)
 
 
 @pytest.mark.long

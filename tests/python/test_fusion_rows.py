@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import tempfile
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from checks import fusion as checks
 from checks import fusion_autograd as gradients
 from checks.fusion import Case
 from fusedpg import fusion
-from fusedpg.fusion import compile as compiling
 from fusedpg.fusion.local import sources
 from fuzz.functions import run_cases
 from harness import Context, on_ranks
@@ -76,10 +74,7 @@ def test_slices(context: Context) -> None:
         "v1 = v0 + b",
         "return v1, r0, v0,",
     )
-    head = (
-        "def program(g: Partial, h: Partial, w: Replicate, m: Shard, b: Replicate, lr: float, "
-        "seed: int) -> (None, Replicate, Replicate,):"
-    )
+    head = f"def program({checks.ARGUMENTS}) -> (None, Replicate, Replicate,):"
     text = "\n    ".join([head, *body])
     assert random_gradients(context, Case(text, (1001,), torch.float64, True, 1)) > 0
 
@@ -287,19 +282,12 @@ def test_without_a_compiler_on_one_rank(context: Context) -> None:
     w = torch.rand(3, 50)
     last = context.rank == context.world_size - 1
     group = dist.new_group()
-    compiling._functions.clear()
-    for step, without in ((first, {"CXX": "/nowhere/c++"}), (second, {"FUSEDPG_FUSION": "eager"})):
+    for step, without in ((first, {}), (second, {"FUSEDPG_FUSION": "eager"})):
         run = fusedpg.fuse(step).scheduled(fusion.FuseCompute("sum_1", "truediv"))
-        missing = without if last else {}
-        with tempfile.TemporaryDirectory() as empty, generated.compiles(context):
-            with (
-                generated.environment(FUSEDPG_CACHE_DIR=empty, **missing),
-                generated.counted() as done,
-            ):
-                for _ in range(2):
-                    assert torch.equal(run(w, group=group), step(w))
+        with generated.no_compiler(last, **without), generated.counted() as done:
+            for _ in range(2):
+                assert torch.equal(run(w, group=group), step(w))
         assert not done
-        generated.forget()
     dist.destroy_process_group(group)
 
 

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import fusedpg
 import harness
-from checks import fusion as checks
-from checks.compiled import compiles, reductions
+from checks import faults
+from checks.compiled import compiles, random_program
 from checks.compiled import done as operations
 from checks.fusion import Case, assert_same, shard
-from checks.refused import refused
 from fusedpg.fusion import (
     AsShard,
     FuseCollective,
@@ -29,136 +26,32 @@ from fusedpg.fusion import (
     Split,
     all_gather,
     all_reduce,
-    compiled,
     reduce_scatter,
 )
-from fuzz import core
+from fuzz import core, functions
 from fuzz.core import Choices, Pair, done
 from harness import Context, on_ranks
-from test_faults import kill_last, wait_for
-
-_UNARY = [
-    "torch.tanh({x})",
-    "torch.sqrt(torch.abs({x}))",
-    "1.5 - {x}",
-    "lr * {x}",
-    "{x} + b",
-    "torch.relu({x})",
-    "dropout({x}, 0.3, seed)",
-]
-_BINARY = ["{x} + {y}", "{x} - lr * {y}", "{x} * torch.tanh({y})", "torch.maximum({x}, {y})"]
-# One number of all elements; of such numbers; and elements by them.
-_SUMS = [
-    "{x}.norm()",
-    "{x}.mean()",
-    "({x} * {y}).sum() / 1000",
-    "{x}.amax()",
-    "torch.abs({x}).amin()",
-    "torch.square({x} - {y}).sum().sqrt()",
-]
-_NUMBERS = ["{s} / (1 + {t} * {t})", "torch.tanh({s})", "torch.maximum({s}, {t})", "lr * {s}"]
-_SCALED = [
-    "{x} / (1 + torch.abs({s}))",
-    "{x} - {s} / 1000",
-    "torch.minimum({x}, torch.abs({s}))",
-    "{x} * torch.tanh({s})",
-]
-
+from test_faults import kill_last, stop_second
 
 WHERE = ("2", "3", "1", "4")
 EXAMPLES = 11
+SHAPES = [(1,), (3,), (33,), (5, 13), (1000,), (4, 1030), (70_001,)]
 
 
-def draw(drawn: Choices, where: str) -> Case:
-    """A program with at least one sum that later elements depend on."""
-    whole, numbers = ["r0", "m0"], []
-    form = drawn.choice(["reduce_scatter(g, 'mean')", "all_reduce(g, 'mean')"])
-    lines = [f"r0 = {form}", "m0 = 0.9 * m + r0"]
-    for number in range(drawn.randint(3, 10)):
-        kinds = ["unary", "binary", "sum"] + ["number", "scaled"] * bool(numbers)
-        kind = "sum" if number == 1 else "scaled" if number == 2 else drawn.choice(kinds)
-        texts = {
-            "unary": _UNARY,
-            "binary": _BINARY,
-            "sum": _SUMS,
-            "number": _NUMBERS,
-            "scaled": _SCALED,
-        }[kind]
-        picked = {"x": drawn.choice(whole[-3:]), "y": drawn.choice([*whole, "w"])}
-        if numbers:
-            picked |= {"s": numbers[-1], "t": drawn.choice(numbers)}
-        lines.append(f"v{number} = " + drawn.choice(texts).format(**picked))
-        (numbers if kind in ("sum", "number") else whole).append(f"v{number}")
-    whole = whole[1:]
-    results = drawn.sample(whole, min(len(whole), drawn.randint(1, 3)))
-    if whole[-1] not in results:
-        results.append(whole[-1])
-    layouts = ["Replicate" if drawn.random() < 0.6 else "Shard" for _ in results]
-    results += drawn.sample(numbers, drawn.randint(0, 1))
-    layouts += ["Replicate"] * (len(results) - len(layouts))
-    shapes = [(1,), (3,), (33,), (5, 13), (1000,), (4, 1030), (70_001,)]
-    dtypes = [torch.float64, torch.float64, torch.float32, torch.bfloat16]
-    head = (
-        "def program(g: Partial, h: Partial, w: Replicate, m: Shard, b: Replicate, lr: float, "
-        f"seed: int) -> ({', '.join(layouts)},):"
-    )
-    text = "\n    ".join([head, *lines, f"return {', '.join(results)},"])
-    return Case(text, drawn.choice(shapes), drawn.choice(dtypes), False, drawn.randint(0, 99))
+def draw(choose: Choices, where: str) -> Case:
+    return functions.draw_case(choose, shapes=SHAPES, sums=True)
 
 
-def _sums(program: Any) -> int:
+def has_sums(schedule: Any) -> bool:
     """Sums over the ranks within fused collectives."""
-    groups = [group for group in program.groups if group.kind == "collective"]
-    return sum(node.op == "all_reduce" for group in groups for node in group.nodes)
+    groups = [group for group in schedule.program.groups if group.kind == "collective"]
+    return any(node.op == "all_reduce" for group in groups for node in group.nodes)
 
 
-def _scheduled(
-    context: Context, case: Case, fused: Any, schedule: Any, mine: dict[str, Any], expected: Any
-) -> bool:
-    """Whether it has been generated."""
-    size, rank, seed = context.world_size, context.rank, case.seed
-    bound = {torch.float64: 1e-10, torch.float32: 1e-4}.get(case.dtype, 8e-2)
-    run = fused.scheduled(*schedule.transformations)
-    text = "\n".join(compiled.sources(schedule.program))
-    what = f"seed {seed}, {case}\n{schedule}\n{text}"
-
-    def call(**more: Any) -> Any:
-        return run(**mine, lr=0.25, seed=7, **more)
-
-    ways: list[Any] = [call()]  # operation by operation
-    with compiles(context):
-        before = operations()
-        ways += [call(), call(), call(async_op=True).wait()]
-        if "extern" in text:
-            assert operations() == before + 3 * reductions(schedule.program), what
-        # Over arguments, where one fits.
-        given = {key: t.clone() for key, t in mine.items()}
-        free = dict(given)
-        targets = [torch.empty_like(x) for x in ways[0]]
-        for number, x in enumerate(targets):
-            fits = [k for k, t in free.items() if t.shape == x.shape and t.dtype == x.dtype]
-            if fits and (seed + number) % 3:
-                targets[number] = free.pop(fits[(seed + number) % len(fits)])
-        ways.append(run.into(tuple(targets), **given, lr=0.25, seed=7))
-    for again in ways[2:]:
-        for x, y in zip(again, ways[1]):
-            torch.testing.assert_close(
-                x, y, rtol=0, atol=0, equal_nan=True, msg=lambda m: f"{m}\n{what}"
-            )
-    for results in ways[:2]:
-        for node, got, full in zip(schedule.program.outputs, results, expected):
-            parted = str(node.layout) == "Shard"
-            want = shard(full, size, rank) if parted else full
-            torch.testing.assert_close(
-                got.double(),
-                want,
-                rtol=bound,
-                atol=bound * max(float(full.abs().max()), 1),
-                msg=lambda m, node=node: f"{m}\n{node.name} of {what}",
-            )
-            if not parted:
-                assert_same(context, got)
-    return "extern" in text
+def run(case: Case, context: Context) -> Iterator[Pair]:
+    """A program's schedules with such sums, operation by operation and compiled."""
+    for _ in range(random_program(context, case, has_sums)):
+        yield done("compiled")
 
 
 # --- one operation --------------------------------------------------------------------------------
@@ -218,24 +111,6 @@ pytestmark = pytest.mark.fused_only
 SIZES = [1, 2, 3, 4]
 
 
-def run(case: Case, context: Context) -> Iterator[Pair]:
-    """A program's schedules with such sums, operation by operation and compiled."""
-    size, rank = context.world_size, context.rank
-    drawn = checks.tensors(case, size)
-    wide = {
-        key: checks.Contributions([x.double() for x in t]) if isinstance(t, list) else t.double()
-        for key, t in drawn.items()
-    }
-    expected = checks.compiled(case.text, checks.REFERENCE)(**wide, lr=0.25, seed=7)
-    mine = {key: t[rank] if isinstance(t, list) else t for key, t in drawn.items()}
-    mine["m"] = shard(drawn["m"], size, rank)
-    fused = fusedpg.fuse(checks.compiled(case.text, checks.FUSED))
-    found = [s for s in fused.schedules(**mine, lr=0.5, seed=1) if _sums(s.program)]
-    for schedule in found[:2]:
-        if _scheduled(context, case, fused, schedule, mine, expected):
-            yield done("compiled")
-
-
 @pytest.mark.parametrize("seed", [0, *map(harness.slow, range(1, 6))])
 @pytest.mark.parametrize("where", ["2", "3", *map(harness.slow, "14")])
 def test_random_programs(where: str, seed: int) -> None:
@@ -270,37 +145,11 @@ def one_operation(context: Context) -> None:
         assert_same(context, mine[0])
 
 
-def disagreements(context: Context) -> None:
-    """Other numbers, sizes or programs raise on all ranks, and the group goes on."""
-    rank, numel = context.rank, 100
-    run = clipped.scheduled(FuseCollective())
-    m = torch.ones(fusedpg.shard_range(numel, context.world_size, rank)[1])
-    x = torch.ones(numel)
-
-    @fusedpg.fuse
-    def other(g: Partial, w: Replicate, m: Shard, lr: float, most: float):
-        g = reduce_scatter(g, "mean")
-        norm = g.amax()
-        m = 0.9 * m + g * torch.clamp(most / (norm + 1e-6), max=1.0)
-        return all_gather(w - lr * m), m, norm
-
-    wrong = other.scheduled(FuseCollective())
-    with compiles(context):
-        for call, word in [
-            (lambda: run(x, x, m, lr=0.1, most=1.0 + rank), "numbers that the program takes"),
-            (lambda: (wrong if rank else run)(x, x, m, lr=0.1, most=1.0), "the programs differ"),
-        ]:
-            with refused(word, dist.DistBackendError):
-                call()
-        assert float(run(x, x, m, lr=0.1, most=1.0)[2]) == 10
-
-
 @pytest.mark.parametrize("hosts", ["three", "two and one"])
 def test_between_hosts(hosts: str) -> None:
     core.search("sums", hosts, core.seed(0))
     workers = harness.pool_of_hosts(hosts)
     workers.run(one_operation)
-    workers.run(disagreements)
 
 
 @pytest.mark.parametrize("world_size", SIZES)
@@ -422,31 +271,20 @@ def test_clipping(world_size: int) -> None:
     harness.pool(world_size).run(clipping)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_disagreements_raise_everywhere(world_size: int) -> None:
-    harness.pool(world_size).run(disagreements)
-
-
 def loop(context: Context) -> tuple[str, float]:
     """Calls one until it fails; the error and when it came."""
-    from checks.faults import mark
-
     step = fusedpg.fuse(lamb).scheduled(*LAMB)
     numel = 100_003
     part = torch.ones(fusedpg.shard_range(numel, context.world_size, context.rank)[1])
     x = torch.ones(numel)
-    calls = 0
+
+    def call() -> None:
+        before = operations()
+        step(x, x, part, part, lr=0.1)
+        assert operations() == before + 1
+
     with compiles(context):
-        try:
-            while True:
-                before = operations()
-                step(x, x, part, part, lr=0.1)
-                assert operations() == before + 1
-                calls += 1
-                if calls == 3:
-                    mark(context, "running")
-        except dist.DistBackendError as error:
-            return str(error), time.monotonic()
+        return faults.until_failure(context, call)
 
 
 def test_killed_peer() -> None:
@@ -459,13 +297,8 @@ def test_stopped_peer() -> None:
     """The group's deadline ends the wait for one that does not come."""
     with harness.Workers(3, timeout=3, oracle=False) as workers:
         workers.start(loop)
-        wait_for(workers, "running", [0, 1, 2])
-        stopped = time.monotonic()
-        workers.signal(1, signal.SIGSTOP)
         try:
-            for text, when in workers.collect(20, ranks=[0, 2]):
-                assert 2 < when - stopped < 7, when - stopped
-                assert "time" in text, text
+            stop_second(workers, "fused_program")
         finally:
             workers.signal(1, signal.SIGCONT)
         workers.collect(20, ranks=[1])

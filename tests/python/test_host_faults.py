@@ -10,7 +10,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +25,6 @@ from harness import Context, Died, RemoteError
 
 # Of this process, before it was in any group but the first.
 _held: resources.Held = {}
-
-
-def _join(context: Context, ranks: list[int], seconds: float) -> None:
-    """A default group of some ranks, under the store that all groups here have had."""
-    dist.init_process_group(
-        context.backend,
-        store=context.store,
-        rank=ranks.index(context.rank),
-        world_size=len(ranks),
-        timeout=timedelta(seconds=seconds),
-    )
 
 
 def _operation(context: Context, what: str, numel: int) -> Callable[[], None]:
@@ -108,23 +96,15 @@ def prepare(context: Context, ranks: list[int]) -> None:
 
 
 def join(context: Context, ranks: list[int], seconds: float) -> None:
-    _join(context, ranks, seconds)
+    # Under the store that all groups here have had.
+    faults.rejoin(context, None, ranks, seconds)
     _operation(context, "all_reduce", 1000)()
     _operation(context, "fused_adamw_", 1000)()
 
 
 def until_failure(context: Context, what: str, numel: int, name: str) -> tuple[str, float]:
     """The error, and when it came."""
-    operation = _operation(context, what, numel)
-    calls = 0
-    try:
-        while True:
-            operation()
-            calls += 1
-            if calls == 3:
-                faults.mark(context, name)
-    except dist.DistBackendError as error:
-        return str(error), time.monotonic()
+    return faults.until_failure(context, _operation(context, what, numel), name)
 
 
 def abort_from_a_thread(context: Context, what: str, numel: int, name: str) -> tuple[str, float]:

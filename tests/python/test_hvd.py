@@ -605,26 +605,6 @@ def test_init_makes_the_group_that_is_not_there() -> None:
         workers.run(_own_group, workers.store.port)
 
 
-def _dies(context: Context) -> None:
-    hvd.init()
-    hvd.allreduce(torch.ones(2), name="x")
-    if context.rank == 0:
-        os._exit(3)
-    with pytest.raises(hvd.HorovodInternalError):
-        for _ in range(2):
-            hvd.allreduce(torch.ones(2), name="x")
-    hvd.shutdown()
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_death_raises_on_the_others(size: int) -> None:
-    with harness.Workers(size, oracle=False) as workers:
-        workers.start(_dies)
-        answers = workers.collect(60)
-    assert isinstance(answers[0], harness.Died)
-    assert answers[1:] == [None] * (size - 1)
-
-
 def _has_no_memory(context: Context, in_set: bool) -> None:
     """One rank cannot allocate the result of an all-gather that all have agreed on."""
     hvd.init()

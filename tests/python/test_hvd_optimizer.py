@@ -53,6 +53,14 @@ def trained_alone(size: int, passes: int = 1, divide: bool = True) -> nn.Module:
     return net
 
 
+def train(net: nn.Module, optimizer: Any, rank: int, steps: int = STEPS) -> None:
+    """Steps on this rank's batches."""
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss(net, rank, step).backward()
+        optimizer.step()
+
+
 def same(net: nn.Module, other: nn.Module, **tolerance: float) -> None:
     for ours, theirs in zip(net.parameters(), other.parameters()):
         torch.testing.assert_close(ours, theirs, **tolerance)
@@ -62,6 +70,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
     "sum": {"op": hvd.Sum},
     "groups": {"groups": 2},
+    # The others go by themselves.
+    "groups of parameters": {"groups": lambda net: [[net[0].weight, net[4].bias], [net[2].weight]]},
     "predivide": {"gradient_predivide_factor": 4.0},
     # Horovod forgets the factor there.
     "predivide in groups": {"gradient_predivide_factor": 4.0, "groups": 3},
@@ -80,9 +90,12 @@ WAYS: dict[str, dict[str, Any]] = {
 )
 @on_ranks(2, 3)
 def test_steps_are_those_of_one_process(context: Context, way: str) -> None:
-    given = WAYS[way]
-    passes = given.get("backward_passes_per_step", 1)
     net = model()
+    given = {
+        key: value(net) if key == "groups" and callable(value) else value
+        for key, value in WAYS[way].items()
+    }
+    passes = given.get("backward_passes_per_step", 1)
     with session():
         optimizer = hvd.DistributedOptimizer(sgd(net.parameters()), net.named_parameters(), **given)
         assert isinstance(optimizer, torch.optim.Optimizer)
@@ -211,10 +224,7 @@ def test_gradients_in_flight_are_not_touched(context: Context) -> None:
             optimizer.set_backward_passes_per_step(2)
         with pytest.raises(RuntimeError, match="skip_synchronize"), optimizer.skip_synchronize():
             optimizer.step(lambda: loss(net, context.rank, 0))
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            loss(net, context.rank, step).backward()
-            optimizer.step()
+        train(net, optimizer, context.rank)
         with pytest.raises(ValueError, match="LBFGS"):
             hvd.DistributedOptimizer(lbfgs(net.parameters()), op=hvd.Adasum)
     same(net, trained_alone(2))
@@ -305,10 +315,7 @@ def test_states_of_fused_optimizers_are_broadcast(context: Context) -> None:
         state.commit()
         weights = nn.utils.parameters_to_vector(net.parameters()).detach().clone()
         for _ in range(2):
-            for step in range(2):
-                optimizer.zero_grad()
-                loss(net, context.rank, step).backward()
-                optimizer.step()
+            train(net, optimizer, context.rank, 2)
             after = nn.utils.parameters_to_vector(net.parameters()).detach().clone()
             assert not torch.equal(after, weights)
             state.sync()  # the state of now
@@ -316,22 +323,6 @@ def test_states_of_fused_optimizers_are_broadcast(context: Context) -> None:
             state.restore()  # what sync() has saved
             assert torch.equal(nn.utils.parameters_to_vector(net.parameters()), after)
             weights = after
-
-
-@on_ranks(2)
-def test_groups_of_parameters(context: Context) -> None:
-    """Lists of them; the others go by themselves."""
-    net = model()
-    with session():
-        groups = [[net[0].weight, net[4].bias], [net[2].weight]]
-        optimizer = hvd.DistributedOptimizer(
-            sgd(net.parameters()), net.named_parameters(), groups=groups
-        )
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            loss(net, context.rank, step).backward()
-            optimizer.step()
-    same(net, trained_alone(2))
 
 
 @pytest.mark.parametrize("groups", [None, 1])
@@ -372,11 +363,7 @@ def test_an_error_leaves_nothing_in_flight(context: Context) -> None:
         with pytest.raises(hvd.HorovodInternalError, match="different data types"):
             optimizer.step()
         optimizer = hvd.DistributedOptimizer(sgd(net.parameters()), **given)
-        optimizer.zero_grad()
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            loss(net, context.rank, step).backward()
-            optimizer.step()
+        train(net, optimizer, context.rank)
     same(net, trained_alone(context.world_size))
 
 

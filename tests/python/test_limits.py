@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusedpg
 import harness
+from checks.faults import rejoin
 from harness import Context, on_ranks
 
 MIB = 1 << 20
@@ -113,13 +114,7 @@ def train(context: Context, name: str, kind: str, left: list[int | None], served
     fusedpg.serve_gloo(served)
     try:
         with _limited(resource.RLIMIT_AS if kind == "v" else resource.RLIMIT_FSIZE, mine):
-            dist.init_process_group(
-                "gloo" if served else "fused",
-                store=dist.PrefixStore(name, context.store),
-                rank=context.rank,
-                world_size=context.world_size,
-                timeout=datetime.timedelta(seconds=20),
-            )
+            rejoin(context, name, backend="gloo" if served else "fused")
             try:
                 t = torch.full((1 << 20,), float(context.rank + 1))
                 dist.all_reduce(t)

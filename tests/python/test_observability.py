@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import io
 import json
 import logging
@@ -22,6 +21,7 @@ import torch.distributed as dist
 
 import fusedpg
 import harness
+from checks.faults import rejoin
 from harness import Context, on_ranks
 
 
@@ -335,13 +335,8 @@ def test_the_variable_shows_it() -> None:
 def run(context: Context, fault: str, served: bool, folder: str) -> dict[str, Any]:
     """All kinds of operations, a fault, and this rank's dump in the folder; returns it."""
     fusedpg.serve_gloo(served)
-    dist.init_process_group(
-        "gloo" if served else "fused",
-        store=dist.PrefixStore(Path(folder).name, context.store),
-        rank=context.rank,
-        world_size=context.world_size,
-        timeout=datetime.timedelta(seconds=1 if fault == "absent" else 20),
-    )
+    seconds, backend = 1 if fault == "absent" else 20, "gloo" if served else "fused"
+    rejoin(context, Path(folder).name, None, seconds, backend)
     try:
         _operations(context.rank)
         named = dist.new_group([0, 1], group_desc="a description")

@@ -156,17 +156,20 @@ def test_groups_have_the_timeout(context: Context) -> None:
     assert timeouts[0] == timeouts[1] < datetime.timedelta(minutes=30)
 
 
+def recomputed(plan: Plan, model: Model, steps: int) -> list[Any]:
+    """What training gives where no operator is computed again, and where all are."""
+    flags = [tuple(tuple(flag for _ in stage) for stage in plan.recompute_ops) for flag in (0, 1)]
+    plans = [dataclasses.replace(plan, recompute_ops=one) for one in flags]
+    return [train(one, model, steps, torch.float64) for one in plans]
+
+
 @harness.on_ranks(4)
 def test_recomputation_drops_alike(context: Context) -> None:
     """Dropout is the same when it is computed again, and on ranks that hold the same value."""
     model = models.build("gpt", "tiny", dropout=0.3)
     plan = random_plan(model, 4, 11, widths=[2, 2])
-    never = tuple(tuple(0 for _ in stage) for stage in plan.recompute_ops)
-    always = tuple(tuple(1 for _ in stage) for stage in plan.recompute_ops)
     found = []
-    for flags in (never, always):
-        changed = dataclasses.replace(plan, recompute_ops=flags)
-        losses, _, trainer = train(changed, model, 3, torch.float64)
+    for losses, _, trainer in recomputed(plan, model, 3):
         found.append(losses)
         for stage in trainer.stages.values():
             for module in stage.modules:
@@ -455,13 +458,9 @@ def test_traced_frozen_weights(context: Context, trained: str, schedule: str) ->
 def test_traced_dropout(context: Context) -> None:
     """Recomputed operators drop the same elements."""
     model = traced_net(p=0.5)
-    plan = random_plan(model, 2, 0, widths=[1, 1])
-    found = []
-    for flag in (0, 1):
-        flags = tuple(tuple(flag for _ in stage) for stage in plan.recompute_ops)
-        found.append(train(dataclasses.replace(plan, recompute_ops=flags), model, 2, torch.float64))
-    assert found[0][0] == found[1][0]
-    assert all(torch.equal(value, found[1][1][key]) for key, value in found[0][1].items())
+    never, always = recomputed(random_plan(model, 2, 0, widths=[1, 1]), model, 2)
+    assert never[0] == always[0]
+    assert all(torch.equal(value, always[1][key]) for key, value in never[1].items())
 
 
 def test_traced_is_the_module() -> None:
@@ -674,6 +673,20 @@ MEMORY_PLANS = [
 ]
 
 
+def priced(context: Context) -> tuple[Model, CostModel]:
+    """A GPT, and a cost model of what was measured of it here; once for all tests."""
+    facts: dict[str, Any] = {"num_layers": 4, "seq_length": 64, "max_position_embeddings": 64}
+    facts |= {"hidden_size": 96, "kv_channels": 24, "ffn_hidden_size": 384}
+    model, folder = models.build("gpt", "tiny", **facts), f"{context.scratch}/priced"
+    profiler = profile.Profiler(model, folder, dtype=torch.float32, repeats=1, tries=1)
+    profiler.operators([1, 2, 4, 8], lambda name: None)
+    profiler.collectives([1 / 16], lambda name: None)
+    profiler.messages([1 / 16], lambda name: None)
+    profiler.describe()
+    dist.barrier()
+    return model, CostModel(Database(folder, "gpt", "tiny"), 2)
+
+
 @pytest.mark.parametrize("schedule, counts, micro_batches, flag", MEMORY_PLANS)
 @harness.on_ranks(2)
 def test_predicted_memory(
@@ -685,17 +698,7 @@ def test_predicted_memory(
     """
     from fusedpg.plan.train import Trainer
 
-    facts: dict[str, Any] = {"num_layers": 4, "seq_length": 64, "max_position_embeddings": 64}
-    facts |= {"hidden_size": 96, "kv_channels": 24, "ffn_hidden_size": 384}
-    model = models.build("gpt", "tiny", **facts)
-    profiler = profile.Profiler(
-        model, f"{context.scratch}/m", dtype=torch.float32, repeats=1, tries=1
-    )
-    profiler.operators([1, 2, 4, 8], lambda name: None)
-    profiler.collectives([1 / 16], lambda name: None)
-    profiler.messages([1 / 16], lambda name: None)
-    profiler.describe()
-    dist.barrier()
+    model, prices = priced(context)
     size = 8 // micro_batches
     ones = tuple((1,) * count for count in counts)
     draw = random.Random(sum(counts))
@@ -705,7 +708,7 @@ def test_predicted_memory(
     zeros = tuple((0,) * count for count in counts)
     numbers = (8, size, (1, 1), counts, ones, ones, flags, zeros)
     plan = Plan("gpt", "tiny", *numbers, schedule=schedule, model=model.facts)
-    stages = CostModel(Database(f"{context.scratch}/m", "gpt", "tiny"), 2).price(plan).stages
+    stages = prices.price(plan).stages
     trainer = Trainer(plan, model)
     batch = model.random_batch(8, torch.float32, 0)
     trainer.step(batch)
@@ -722,16 +725,8 @@ def test_predicted_memory_where_degrees_change(context: Context) -> None:
     """
     from fusedpg.plan.train import Trainer
 
-    facts: dict[str, Any] = {"num_layers": 4, "seq_length": 64, "max_position_embeddings": 64}
-    facts |= {"hidden_size": 96, "kv_channels": 24, "ffn_hidden_size": 384}
-    model = models.build("gpt", "tiny", **facts)
-    folder = f"{context.scratch}/degrees"
-    profiler = profile.Profiler(model, folder, dtype=torch.float32, repeats=1, tries=1)
-    profiler.operators([1, 2, 4, 8], lambda name: None)
-    profiler.collectives([1 / 16], lambda name: None)
-    profiler.describe()
-    dist.barrier()
-    prices, ops = CostModel(Database(folder, "gpt", "tiny"), 2), len(model.operators)
+    model, prices = priced(context)
+    ops = len(model.operators)
     zeros = ((0,) * ops,)
     for seed in (0, 1, 2, 10, 11):
         draw, tp = random.Random(seed), [2]

@@ -18,20 +18,11 @@ import torch.distributed as dist
 
 import fusedpg
 import harness
+from checks.faults import rejoin
 from harness import Context
 
 LATE = 0.5  # seconds that a handler may wait; it is looked for every 0.1 s
 TIMEOUT = datetime.timedelta(seconds=20)
-
-
-def _joined(context: Context, name: str) -> None:
-    dist.init_process_group(
-        "fused",
-        store=dist.PrefixStore(name, context.store),
-        rank=context.rank,
-        world_size=context.world_size,
-        timeout=TIMEOUT,
-    )
 
 
 def _step() -> None:
@@ -132,9 +123,9 @@ def blocked(context: Context, what: str, raises: bool, name: str) -> Any:
     done = Path(context.scratch) / f"signalled-{name}"
     begins = what == "init"
     if not begins:
-        _joined(context, name)
+        rejoin(context, name)
         dist.barrier()
-    operation = (lambda: _joined(context, name)) if begins else OPERATIONS[what]
+    operation = (lambda: rejoin(context, name)) if begins else OPERATIONS[what]
     # One that makes or ends groups leaves none that is interrupted.
     fails = raises and what not in ("init", "new_group", "destroy")
     try:
@@ -173,7 +164,7 @@ def test_handler_runs_in_a_wait(what: str, layout: str, raises: bool) -> None:
 
 def within(context: Context, how: str, name: str) -> list[str]:
     """A handler that uses the group whose operation it interrupts."""
-    _joined(context, name)
+    rejoin(context, name)
     dist.barrier()
     done = Path(context.scratch) / f"signalled-{name}"
     errors: list[str] = []

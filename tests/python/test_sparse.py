@@ -29,12 +29,12 @@ def ranks(request: pytest.FixtureRequest) -> harness.Workers:
     return harness.pool(3) if request.param == "one host" else harness.pool_of_hosts(request.param)
 
 
-@pytest.mark.parametrize("overlap", ["random", "full", "none"])
-def test_equals_dense(workers: harness.Workers, overlap: str) -> None:
+def test_equals_dense(workers: harness.Workers) -> None:
     for density in DENSITIES:
         cases = [
             Case(numel, density=density, overlap=overlap, arena=arena, special=True, seed=numel)
             for numel in (100_003, 255)
+            for overlap in ("random", "full", "none")
             for arena in (False, True)
         ]
         workers.run(sparse.equals_dense, *cases)
@@ -254,14 +254,14 @@ def test_fused_disagreement_across_hosts(context: Context) -> None:
     assert torch.equal(param, before)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "int64"])
-def test_coordinates(workers: harness.Workers, dtype: str) -> None:
-    assert len(set(workers.run(sparse.coordinates, dtype))) == 1
-
-
-@pytest.mark.parametrize("dtype", ["fp64", "int64", "int32"])
-def test_mean_of_coordinates(pair: harness.Workers, dtype: str) -> None:
-    pair.run(sparse.coordinates, dtype, "AVG")
+@pytest.mark.parametrize(
+    ("dtype", "op"),
+    [*((dtype, "SUM") for dtype in ("fp32", "bf16", "int64")),
+     *((dtype, "AVG") for dtype in ("fp64", "int64", "int32"))],
+)  # fmt: skip
+@on_ranks(1, 2, 3, harness.slow(4), "two", "crossed")
+def test_coordinates(context: Context, dtype: str, op: str) -> str:
+    return sparse.coordinates(context, dtype, op)
 
 
 @on_ranks(2, 3)
@@ -275,11 +275,6 @@ def test_mean_of_integer_coordinates(context: Context) -> None:
     sums = [-world, world - ranks, world * 2**60 + ranks, -world * 2**60 - 3 * ranks]
     expected = [abs(total) // world * (1 if total > 0 else -1) for total in sums]
     assert tensor.to_dense().tolist() == [*expected, 0]
-
-
-@pytest.mark.parametrize(("names", "op"), [("two", "SUM"), ("two", "AVG"), ("crossed", "SUM")])
-def test_coordinates_across_hosts(names: str, op: str) -> None:
-    assert len(set(harness.pool_of_hosts(names).run(sparse.coordinates, "fp32", op))) == 1
 
 
 @on_ranks(1, 2, 3, harness.slow(4))

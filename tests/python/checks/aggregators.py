@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import fusedpg
-from checks import sparse
+from checks.faults import rejoin
 from harness import Context
 
 Op = dist.ReduceOp
@@ -65,32 +65,6 @@ def equals_without(context: Context, places: str, dtype: torch.dtype, numel: int
         assert bits(ours) == bits(theirs), (dtype, op)
 
 
-def equals_numpy(context: Context, places: str, case: dict[str, Any]) -> None:
-    """A sum in rank order, by numpy."""
-    dtype, numel = case["dtype"], case["numel"]
-    group = group_with(places)
-    before = fusedpg.stats(group).get("all_reduce", {"paths": {}})["paths"].get("aggregated", 0)
-    whole = [values(rank, numel, dtype, case["seed"]) for rank in range(context.world_size)]
-    t = torch.zeros(numel + case["offset"], dtype=dtype)[case["offset"] :]
-    t.copy_(whole[context.rank])
-    work = dist.all_reduce(t, group=group, async_op=case["async_op"])
-    if work is not None:
-        work.wait()
-    wide = [part.float() if dtype in (torch.bfloat16, torch.float16) else part for part in whole]
-    total = wide[0].numpy().copy()
-    for part in wide[1:]:
-        total = total + part.numpy()
-    assert bits(t) == bits(torch.from_numpy(total).to(dtype))
-    after = fusedpg.stats(group)["all_reduce"]["paths"].get("aggregated", 0)
-    small = t.nbytes * (context.world_size - 1) <= 128 << 10
-    assert after - before == (0 if small else 1)
-
-
-SKIPPED = (
-    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64,
-)  # fmt: skip
-
-
 def mostly_zeros(rank: int, size: int, case: dict[str, Any]) -> torch.Tensor:
     """Blocks of a rank: of all at random, the same of all ranks, none of two ranks, or none."""
     generator = torch.Generator().manual_seed(case["seed"])
@@ -128,110 +102,6 @@ def same_bits_but_which_nan(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
             return False
         ours, theirs = ours.masked_fill(nan, 1), theirs.masked_fill(nan, 1)
     return bits(ours) == bits(theirs)
-
-
-def sparse_equals(context: Context, places: str, case: dict[str, Any]) -> None:
-    """Blocks by aggregators: the bits of blocks from rank to rank, and near a sum in fp64."""
-    group, size = group_with(places), context.world_size
-    fusedpg.stats(group, reset=True)
-    whole = [mostly_zeros(rank, size, case) for rank in range(size)]
-    mine = whole[context.rank]
-    ours, theirs = mine.clone(), mine.clone()
-    op = Op.AVG if case["average"] else Op.SUM
-    fusedpg.sparse_all_reduce(ours, op, group, block_size=case["block"])
-    fusedpg.sparse_all_reduce(theirs, op, block_size=case["block"])
-    assert same_bits_but_which_nan(ours, theirs)
-    dtype = case["dtype"]
-    wide = torch.float64 if dtype.is_floating_point else torch.int64
-    total = torch.stack([one.to(wide) for one in whole]).sum(0)
-    if case["average"]:
-        total = total / size if dtype.is_floating_point else total.div(size, rounding_mode="trunc")
-    if dtype.is_floating_point:
-        magnitude = torch.stack([one.to(wide).abs() for one in whole]).sum(0)
-        error = (ours.to(wide) - total).abs()
-        near = error <= 4 * torch.finfo(dtype).eps * magnitude
-        assert bool((near | total.isnan() | (magnitude > torch.finfo(dtype).max / 4)).all())
-    else:
-        assert torch.equal(ours, total.to(dtype))
-    stats = fusedpg.stats(group)["sparse_all_reduce"]
-    assert stats["paths"] == {"aggregated": 1}
-    present = [(block_view(one, case["block"]) != 0).any(1) for one in whole]
-    union = torch.stack(present).any(0)
-    blocks = len(union)
-    if blocks:
-        assert stats["density"] == int(present[context.rank].sum()) / blocks
-        assert stats["union_density"] == int(union.sum()) / blocks
-
-
-def obeys_bitmap(context: Context, places: str, case: dict[str, Any]) -> None:
-    """By aggregators as from rank to rank."""
-    group = group_with(places)
-    fusedpg.stats(group, reset=True)
-    sparse.obeys_bitmap(context, case, group)
-    assert fusedpg.stats(group)["sparse_all_reduce"]["paths"] == {"aggregated": 1}
-
-
-def coordinates(rank: int, case: dict[str, Any]) -> torch.Tensor:
-    (sizes, dims), dtype, entries = case["sizes"], case["dtype"], case["entries"][rank]
-    draw = torch.Generator().manual_seed(100 * case["seed"] + rank)
-    indices = torch.stack(
-        [torch.randint(0, sizes[d], (entries,), generator=draw) for d in range(dims)]
-    )
-    if dtype.is_floating_point:
-        data = torch.randn((entries, *sizes[dims:]), generator=draw).to(dtype)
-        if case["special"] and data.numel():
-            flat = data.view(-1)
-            flat[:: 1 + rank] = -0.0
-            flat[rank] = float("nan")
-            flat[-1] = float("inf")
-    else:
-        data = torch.randint(0, 40, (entries, *sizes[dims:]), generator=draw).to(dtype)
-    return torch.sparse_coo_tensor(indices, data, sizes)
-
-
-def coordinates_equal(context: Context, places: str, case: dict[str, Any]) -> None:
-    """Entries by aggregators: the bits of those from rank to rank, Gloo's, and a dense sum in
-    double precision."""
-    group, size, dtype = group_with(places), context.world_size, case["dtype"]
-    fusedpg.stats(group, reset=True)
-    op = Op.AVG if case["average"] else Op.SUM
-    ours, theirs, gloos = (coordinates(context.rank, case) for _ in range(3))
-    dist.all_reduce(ours, op, group=group)
-    dist.all_reduce(theirs, op)
-    assert ours.is_coalesced() and torch.equal(ours.indices(), theirs.indices())
-    assert same_bits_but_which_nan(ours.values(), theirs.values())
-    paths = fusedpg.stats(group)["all_reduce"]["paths"]
-    blocks = dtype in (torch.float32, torch.float64, torch.int32, torch.int64)
-    assert paths == {"aggregated" if blocks and ours.values().numel() else "coordinates": 1}
-    if case["average"]:
-        return
-    # A rank's own entries of equal coordinates are added up, too.
-    near = 8 * size * torch.finfo(dtype).eps if dtype.is_floating_point else 0
-    wide = torch.float64 if dtype.is_floating_point else torch.int64
-    whole = [coordinates(rank, case).to(wide) for rank in range(size)]
-    total = torch.stack([one.to_dense() for one in whole]).sum(0)
-    if dtype == torch.uint8:
-        total %= 256
-    magnitudes = [
-        torch.sparse_coo_tensor(one._indices(), one._values().abs(), one.shape).to_dense()
-        for one in whole
-    ]
-    scale = torch.stack(magnitudes).sum(0).nan_to_num(0, 0, 0)
-    wanted = [total]
-    if dtype != torch.float16:  # torch adds no sparse tensors of these
-        dist.all_reduce(gloos, op, group=gloo())
-        wanted.append(gloos.to_dense().to(wide))
-    for want in wanted:
-        found = ours.to_dense().to(wide)
-        alike = (found == want) | (found.isnan() & want.isnan())
-        alike |= (found - want).abs() <= near * scale
-        assert bool(alike.all()), (case, found[~alike], want[~alike])
-
-
-def gloo() -> Any:
-    if _groups.get("gloo") is None:
-        _groups["gloo"] = dist.new_group(backend="gloo")
-    return _groups["gloo"]
 
 
 def embedding_is_unchanged(context: Context, places: str) -> None:
@@ -471,14 +341,7 @@ def all_to_one(context: Context, places: str, text: str) -> None:
 def join(context: Context, prefix: str, ranks: list[int], places: str, seconds: float) -> None:
     """A default group of some ranks that uses aggregators."""
     _groups.clear()
-    dist.init_process_group(
-        context.backend,
-        store=dist.PrefixStore(prefix, context.store),
-        rank=ranks.index(context.rank),
-        world_size=len(ranks),
-        timeout=timedelta(seconds=seconds),
-        pg_options=fusedpg.Options(aggregators=places),
-    )
+    rejoin(context, prefix, ranks, seconds, aggregators=places)
 
 
 def leave(context: Context) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -66,14 +65,6 @@ def other_types(context: Rank, places: str) -> None:
             job = jobs.all_reduce_async(torch.ones(3, dtype=dtype))
             with pytest.raises(RuntimeError, match="takes int32"):
                 job.wait()
-
-
-def join(context: Rank, name: str, ranks: list[int], seconds: float) -> None:
-    store = dist.PrefixStore(name, context.store)
-    dist.init_process_group(
-        "fused", store=store, rank=ranks.index(context.rank), world_size=len(ranks),
-        timeout=timedelta(seconds=seconds),
-    )  # fmt: skip
 
 
 def leave(context: Rank) -> None:

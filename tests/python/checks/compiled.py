@@ -21,7 +21,7 @@ from fusedpg.fusion.ir import Program
 from fusedpg.fusion.local import LocalKernel
 from harness import Context
 
-CALLS = 4  # of a random program
+CALLS = 6  # of a random program
 # Of sums of some thousand elements that are taken in float32 and rounded once.
 BOUNDS = {
     torch.float64: 1e-12,
@@ -102,7 +102,7 @@ class Random:
     """A random program, what this rank gives it, and what torch makes of it in one process."""
 
     def __init__(self, context: Context, case: Case) -> None:
-        self.case = case
+        self.context, self.case = context, case
         self.rank, self.size = context.rank, context.world_size
         self.drawn = checks.tensors(case, self.size)
         function = checks.compiled(case.text, checks.REFERENCE)
@@ -130,17 +130,36 @@ class Random:
     def results(self, schedule: Any) -> Any:
         """Of the last of CALLS calls, which have the same bits; the third takes a shortcut.
 
-        In the last one they are for other ranks: this one's tensors have other strides.
+        One is waited for later, and one writes over arguments, where they fit. In the last one
+        shortcuts are for other ranks: this one's tensors have other strides.
         """
         run = self._fused.scheduled(*schedule.transformations)
         first = run(**self._mine, lr=0.25, seed=7)
-        for _ in range(CALLS - 2):
-            again = run(**self._mine, lr=0.25, seed=7)
+        for node, x in zip(schedule.program.outputs, first):
+            if str(node.layout) != "Shard" and self.context.oracle is not None:
+                checks.assert_same(self.context, x.nan_to_num())
+        for number in range(CALLS - 2):
+            given = {key: t.clone() for key, t in self._mine.items()}
+            if number < CALLS - 4:
+                again = run(**self._mine, lr=0.25, seed=7)
+            elif number == CALLS - 4:
+                again = run(**self._mine, lr=0.25, seed=7, async_op=True).wait()
+            else:
+                again = run.into(self._targets(given, first), **given, lr=0.25, seed=7)
             torch.testing.assert_close(again, first, rtol=0, atol=0, equal_nan=True)
         given = dict(self._mine)
         if self.rank == 0:
             given = {key: _transposed(value) for key, value in given.items()}
         return run(**given, lr=0.25, seed=7)
+
+    def _targets(self, given: dict[str, Any], results: Any) -> tuple[torch.Tensor, ...]:
+        """Of each result, an argument that fits, or other memory."""
+        free, targets = dict(given), [torch.empty_like(x) for x in results]
+        for number, x in enumerate(targets):
+            fits = [k for k, t in free.items() if t.shape == x.shape and t.dtype == x.dtype]
+            if fits and (self.case.seed + number) % 3:
+                targets[number] = free.pop(fits[(self.case.seed + number) % len(fits)])
+        return tuple(targets)
 
     def compare(self, schedule: Any, results: Any, text: str, exact: bool) -> None:
         """``text``: the generated source. ``exact``: bit by bit, where its mathematics allows."""
@@ -155,14 +174,18 @@ class Random:
             checks.agree(got, want, case, exact, f"{case}\n{node.name}\n{schedule}\n{text}")
 
 
-def random_program(context: Context, case: Case) -> int:
-    """Schedules with fused collectives, compiled; how many ran so."""
+def random_program(context: Context, case: Case, fits: Any = None) -> int:
+    """Schedules with fused collectives, compiled and not; how many ran as generated code.
+
+    `fits`: of which of them.
+    """
     program = Random(context, case)
     ran = 0
-    for schedule in program.schedules("collective"):
+    for schedule in filter(fits, program.schedules("collective")):
         if ran >= 2:
             break
         text = "\n".join(compiled.sources(schedule.program))
+        program.compare(schedule, program.results(schedule), text, exact=False)
         before = done()
         with compiles(context):
             results = program.results(schedule)
@@ -173,3 +196,14 @@ def random_program(context: Context, case: Case) -> int:
             ran += 1
         program.compare(schedule, results, text, exact=True)
     return ran
+
+
+@contextlib.contextmanager
+def no_compiler(here: bool, **more: str) -> Iterator[None]:
+    """Nothing is compiled yet, and here there is no compiler, or another environment."""
+    forget()
+    absent = (more or {"CXX": "/nowhere/c++"}) if here else {}
+    with tempfile.TemporaryDirectory() as empty:
+        with environment(**{"FUSEDPG_FUSION": "compiled", "FUSEDPG_CACHE_DIR": empty, **absent}):
+            yield
+    forget()

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,14 +25,25 @@ def mark(context: Context, name: str) -> None:
     (Path(context.scratch) / f"{name}{context.rank}").touch()
 
 
-def rejoin(context: Context, name: str, ranks: list[int], seconds: float = 20) -> None:
-    """A new default group of some ranks."""
+def rejoin(
+    context: Context,
+    name: str | None,
+    ranks: Sequence[int] | None = None,
+    seconds: float = 20,
+    backend: str | None = None,
+    **options: Any,
+) -> None:
+    """A new default group of some ranks, or of all; without a name under the test's own store."""
+    import fusedpg
+
+    ranks = ranks or range(context.world_size)
     dist.init_process_group(
-        context.backend,
-        store=dist.PrefixStore(name, context.store),
+        backend or context.backend,
+        store=dist.PrefixStore(name, context.store) if name else context.store,
         rank=ranks.index(context.rank),
         world_size=len(ranks),
         timeout=timedelta(seconds=seconds),
+        pg_options=fusedpg.Options(**options) if options else None,
     )
 
 
@@ -43,36 +54,44 @@ def works(numel: int = 1000) -> None:
     assert bool((tensor == dist.get_world_size()).all())
 
 
-def loop(context: Context, what: str, numel: int, arena: bool) -> tuple[str, float]:
-    """Calls one collective until it fails; the error and when it came."""
-    tensor = context.empty(numel, arena=arena).fill_(1)
-    out = [torch.zeros(numel) for _ in range(context.world_size)]
+def until_failure(
+    context: Context, operation: Callable[[], Any], name: str = "running"
+) -> tuple[str, float]:
+    """Calls an operation until it fails; the error and when it came. Marks the third call."""
     calls = 0
     try:
         while True:
-            if what == "all_reduce":
-                dist.all_reduce(tensor, dist.ReduceOp.MAX)
-            elif what == "all_reduce async":
-                dist.all_reduce(tensor, dist.ReduceOp.MAX, async_op=True).wait()
-            elif what == "all_gather":
-                dist.all_gather(out, tensor)
-            elif what == "barrier":
-                dist.barrier()
-            elif what == "recv":
-                if context.rank == context.world_size - 1:
-                    time.sleep(1)
-                else:
-                    mark(context, "running")
-                    dist.recv(tensor, context.world_size - 1)
-            elif what == "fused_adamw_":
-                fused_step(numel)
-            else:
-                raise AssertionError(what)
+            operation()
             calls += 1
             if calls == 3:
-                mark(context, "running")
+                mark(context, name)
     except dist.DistBackendError as error:
         return str(error), time.monotonic()
+
+
+def loop(context: Context, what: str, numel: int, arena: bool) -> tuple[str, float]:
+    """One collective until it fails."""
+    tensor = context.empty(numel, arena=arena).fill_(1)
+    out = [torch.zeros(numel) for _ in range(context.world_size)]
+
+    def recv() -> None:
+        if context.rank == context.world_size - 1:
+            time.sleep(1)
+        else:
+            mark(context, "running")
+            dist.recv(tensor, context.world_size - 1)
+
+    operations: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: dist.all_reduce(tensor, dist.ReduceOp.MAX),
+        "all_reduce async": lambda: dist.all_reduce(
+            tensor, dist.ReduceOp.MAX, async_op=True
+        ).wait(),
+        "all_gather": lambda: dist.all_gather(out, tensor),
+        "barrier": dist.barrier,
+        "recv": recv,
+        "fused_adamw_": lambda: fused_step(numel),
+    }
+    return until_failure(context, operations[what])
 
 
 def fused_step(
@@ -303,7 +322,7 @@ def outlive(context: Context) -> None:
         assert bool((tensor == i).all())
         tensor.add_(1)
         assert bool((tensor == i + 1).all())
-    rejoin(context, "after", list(range(context.world_size)))
+    rejoin(context, "after")
     # Memory of another group is ordinary memory to this one.
     dist.all_reduce(tensors[0])
     assert bool((tensors[0] == context.world_size).all())
@@ -314,13 +333,7 @@ def again_and_again(context: Context, times: int) -> None:
     """Default groups one after the other on one and the same store."""
     dist.destroy_process_group()
     for turn in range(times):
-        dist.init_process_group(
-            context.backend,
-            store=context.store,
-            rank=context.rank,
-            world_size=context.world_size,
-            timeout=timedelta(seconds=20),
-        )
+        rejoin(context, None)
         works()
         works(100_000)
         if turn % 2:
@@ -545,13 +558,13 @@ def without_shared_memory(context: Context, call: str) -> str:
     """The error where the system refuses shared memory; what it advises helps."""
     forbid(call)
     try:
-        rejoin(context, "refused", list(range(context.world_size)))
+        rejoin(context, "refused")
     except dist.DistBackendError as error:
         text = str(error)
     else:
         raise AssertionError(f"a group without {call}")
     os.environ["FUSEDPG_HOST_ID"] = f"rank {context.rank}"
-    rejoin(context, "advised", list(range(context.world_size)))
+    rejoin(context, "advised")
     works()
     dist.send(torch.ones(3), 1) if context.rank == 0 else dist.recv(torch.ones(3), 0)
     dist.destroy_process_group()

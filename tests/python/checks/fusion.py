@@ -25,6 +25,13 @@ NAMES = {
 }
 
 
+# Of random programs: `tensors` draws them, of which `m` is parted.
+ARGUMENTS = (
+    "g: Partial, h: Partial, w: Replicate, m: Shard, b: Replicate, c: Replicate, o: Replicate, "
+    "lr: float, seed: int"
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """A program's text, and what it is run with."""
@@ -102,7 +109,7 @@ def tensors(case: Case, world_size: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(case.seed)
 
     def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(case.dtype)
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(case.dtype)
 
     return {
         "g": [draw(*case.shape) for _ in range(world_size)],
@@ -110,6 +117,8 @@ def tensors(case: Case, world_size: int) -> dict[str, Any]:
         "w": draw(*case.shape),
         "m": draw(*case.shape),
         "b": draw(*case.shape[-1:]),
+        "c": draw(*case.shape[:-1], 1),
+        "o": draw(),
     }
 
 

@@ -152,7 +152,7 @@ def bitmap_cases() -> dict[str, Any]:
     }
 
 
-def obeys_bitmap(context: Context, case: dict[str, Any], group: Any = None) -> None:
+def obeys_bitmap(context: Context, case: dict[str, Any]) -> None:
     """The sum of the blocks that bitmaps name, whatever the others hold. Ranks in `looks` have no
     bitmap, and send what is not zero."""
     size, rank, block, numel = context.world_size, context.rank, case["block"], case["numel"]
@@ -178,7 +178,7 @@ def obeys_bitmap(context: Context, case: dict[str, Any], group: Any = None) -> N
     op = dist.ReduceOp.AVG if case["average"] else dist.ReduceOp.SUM
     before = None if bitmap is None else bitmap.clone()
     work = fusedpg.sparse_all_reduce(
-        t, op, group, case["async_op"], block_size=block, bitmap=bitmap
+        t, op, async_op=case["async_op"], block_size=block, bitmap=bitmap
     )
     if work is not None:
         work.wait()
@@ -364,7 +364,7 @@ def fused_steps(context: Context, name: str, kind: str) -> None:
 # --- torch.sparse_coo ------------------------------------------------------------
 
 
-def coordinates(context: Context, dtype: str, op: str = "SUM") -> str:
+def coordinates(context: Context, dtype: str, op: str) -> str:
     digests = []
     for entries in (0, 1, 40):
         for sizes, dims in (((50, 3), 1), ((7, 9, 4), 2), ((200,), 1)):

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import fusedpg
+from fuzz.layers import agree, whole_of
+
+BOUNDS = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 5e-2}
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int) -> torch.Tensor:
@@ -14,14 +19,23 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int) -> torch.Te
     return torch.randn(*shape, generator=generator).to(dtype)
 
 
+def close(got: Any, want: Any, what: str, dtype: torch.dtype) -> None:
+    """Of plain tensors or DTensors, as near as the type lets sums of some hundred products be."""
+    got, want = whole_of(got), whole_of(want)
+    agree(got, want, want, BOUNDS[dtype], what)
+
+
 class Block(nn.Module):
-    """Attention and MLP in the way that plans for transformers expect."""
+    """Attention and MLP in the way that plans for transformers expect; heads have 8 features."""
 
     def __init__(self, width: int, heads: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.heads, self.head = heads, width // heads
-        self.norm1, self.norm2 = (nn.RMSNorm(width, eps=1e-6, dtype=dtype) for _ in range(2))
-        self.q, self.k, self.v, self.o = (nn.Linear(width, width, dtype=dtype) for _ in range(4))
+        self.head = 8
+        self.norm1 = nn.RMSNorm(width, eps=1e-6, dtype=dtype)
+        self.norm2 = nn.LayerNorm(width, dtype=dtype)
+        inside = heads * self.head
+        self.q, self.k, self.v = (nn.Linear(width, inside, dtype=dtype) for _ in range(3))
+        self.o = nn.Linear(inside, width, dtype=dtype)
         self.up = nn.Linear(width, 4 * width, bias=False, dtype=dtype)
         self.down = nn.Linear(4 * width, width, dtype=dtype)
 

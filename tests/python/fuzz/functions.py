@@ -52,6 +52,8 @@ UNARY = [
     "-{x}",
     "{x} + b",
     "b * {x}",
+    "{x} * c",
+    "o - {x}",
     "dropout({x}, 0.3, seed)",
     "dropout({x}, lr, seed + 11)",
     "torch.where({x} > 0, {x}, 0.5)",
@@ -92,6 +94,22 @@ REDUCING = [
     "F.rms_norm({x}, ({x}.shape[-1],), b, 1e-3)",
     "{x} + b.mean() * {x}.max()",
 ]
+# One number of all elements; of such numbers; and elements by them.
+SUMS = [
+    "{x}.norm()",
+    "{x}.mean()",
+    "({x} * {y}).sum() / 1000",
+    "{x}.amax()",
+    "torch.abs({x}).amin()",
+    "torch.square({x} - {y}).sum().sqrt()",
+]
+NUMBERS = ["{s} / (1 + {t} * {t})", "torch.tanh({s})", "torch.maximum({s}, {t})", "lr * {s}"]
+SCALED = [
+    "{x} / (1 + torch.abs({s}))",
+    "{x} - {s} / 1000",
+    "torch.minimum({x}, torch.abs({s}))",
+    "{x} * torch.tanh({s})",
+]
 # Of a matrix w: what autocast changes, and blocks in which it is another one.
 PRODUCTS = [
     "{v} = {x} * torch.tanh(F.linear(w, w).mean())",
@@ -123,27 +141,47 @@ def draw_case(
     reduces: bool = False,
     shapes: Sequence[tuple[int, ...]] = SHAPES,
     products: bool = False,
+    sums: bool = False,
+    flag: bool = False,
 ) -> Case:
-    """With `smooth`, those that have a backward; with `reduces`, of one collective."""
+    """Any program; or one of some.
+
+    Args:
+        smooth: those that have a backward.
+        reduces: of one collective.
+        products: there are some of matrices.
+        sums: of one collective, with sums over all elements that later elements depend on.
+        flag: one more argument, `flip`, negates a result.
+    """
     shape = choose.choice(shapes)
     dtypes = [torch.float32, torch.float32, torch.float64, torch.bfloat16]
     dtype = choose.choice([torch.float64] if smooth else dtypes)
     reducing = reduces or (choose.choice([False, True]) and 0 not in shape)
     partial = ["g", "h"]
-    whole = ["w", "r0", "m0"]
-    lines = ["r0 = all_reduce(g, 'mean')", "m0 = 0.9 * m + r0"]
+    whole, numbers = ["w", "r0", "m0"], []
+    first = choose.choice(["all_reduce", "reduce_scatter"]) if sums else "all_reduce"
+    lines = [f"r0 = {first}(g, 'mean')", "m0 = 0.9 * m + r0"]
     exact = True
-    for number in range(choose.randint(1, 9)):
+    for number in range(choose.randint(3 if sums else 1, 9)):
         name = f"v{number}"
-        kinds = ["unary", "binary"] + ["partial", "collective"] * (not reduces)
+        kinds = ["unary", "binary"] + ["partial", "collective"] * (not reduces and not sums)
         kinds += ["reducing"] * (reducing + reduces)
         kinds += ["product"] * (products and len(shape) == 2 and 0 not in shape)
-        kind = choose.choice(kinds)
-        x, y = choose.choice(whole), choose.choice(whole)
+        kinds += (["sum"] + ["number", "scaled"] * bool(numbers)) * sums
+        kind = {1: "sum", 2: "scaled"}.get(number) if sums else None
+        kind = kind or choose.choice(kinds)
+        x, y = choose.choice(whole[-3:] if sums else whole), choose.choice(whole)
         p, q = choose.choice(partial), choose.choice(partial)
         if kind == "partial":
             lines.append(f"{name} = " + choose.choice(PARTIAL).format(p=p, q=q))
             partial.append(name)
+            continue
+        if kind in ("sum", "number"):
+            scalars = {"s": numbers[-1], "t": choose.choice(numbers)} if numbers else {}
+            text = choose.choice(SUMS if kind == "sum" else NUMBERS)
+            lines.append(f"{name} = " + text.format(x=x, y=y, **scalars))
+            numbers.append(name)
+            exact = False
             continue
         if kind == "product":
             lines.append(choose.choice(PRODUCTS).format(v=name, x=x))
@@ -157,6 +195,8 @@ def draw_case(
             how += ["all_gather({x} - reduce_scatter({p}, '{op}'))"]
             how += ["broadcast(w, 0)" if smooth else "broadcast({p}, 0)"]
             text = choose.choice(how).format(p=p, op=op, x=x)
+        elif kind == "scaled":
+            text = choose.choice(SCALED).format(x=x, s=numbers[-1])
         elif kind == "reducing":
             text = choose.choice(REDUCING).format(x=x)
             exact = False
@@ -168,10 +208,14 @@ def draw_case(
     last = whole[1:][-4:]
     results = choose.sample(last, choose.randint(1, min(3, len(last))))
     layouts = [choose.choice(["None", "Replicate", "Shard"]) for _ in results]
-    head = (
-        "def program(g: Partial, h: Partial, w: Replicate, m: Shard, b: Replicate, lr: float, "
-        f"seed: int) -> ({', '.join(layouts)},):"
-    )
+    if numbers and last[-1] not in results:  # which the sums lead to
+        results, layouts = [*results, last[-1]], [*layouts, "Replicate"]
+    for name in choose.sample(numbers, choose.randint(0, 1)) if numbers else ():
+        results, layouts = [*results, name], [*layouts, "Replicate"]
+    if flag:
+        lines.append(f"if flip: {results[0]} = -{results[0]}")
+    more = ", flip: bool = False" if flag else ""
+    head = f"def program({fusion.ARGUMENTS}{more}) -> ({', '.join(layouts)},):"
     # That of torch, with MKL, may be a unit in the last place off.
     exact = exact and (rounds_roots() or "sqrt" not in str(lines))
     body = [*lines, f"return {', '.join(results)},"]

@@ -37,12 +37,12 @@ def one(g: fusion.Partial, w: fusion.Replicate, lr: float, seed: int) -> Any:
 
 def three(g: fusion.Partial, w: fusion.Replicate, v: fusion.Replicate, lr: float) -> Any:
     total = fusion.all_reduce(g)
-    return w + total, v - lr * total, total * 2
+    return w + total, v - lr * w * total, total * 2
 
 
 def norm(g: fusion.Partial, w: fusion.Replicate, b: fusion.Replicate) -> Any:
     total = fusion.all_reduce(g) + b
-    return total * w, w + 1
+    return total * w + w.amax(), w + 1
 
 
 Reference = Callable[..., list[torch.Tensor]]
@@ -61,10 +61,10 @@ def references(size: int, rank: int) -> dict[Any, Reference]:
         return [w - lr * torch.stack(gs).amax(0)]
 
     def of_three(gs: Any, w: Any, v: Any, lr: float) -> list[torch.Tensor]:
-        return [w + sum(gs), v - lr * sum(gs), sum(gs) * 2]
+        return [w + sum(gs), v - lr * w * sum(gs), sum(gs) * 2]
 
     def of_norm(gs: Any, w: Any, b: Any) -> list[torch.Tensor]:
-        return [(sum(gs) + b) * w, w + 1]
+        return [(sum(gs) + b) * w + w.amax(), w + 1]
 
     return {momentum: of_momentum, one: of_one, three: of_three, norm: of_norm}
 
