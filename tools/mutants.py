@@ -218,14 +218,10 @@ def both(mutant: Mutant, otherwise: str) -> str:
     raise ListError(f"{mutant.id}: form {mutant.form!r} is none of expression and statement")
 
 
-def balanced(text: str) -> bool:
-    opened = []
-    for bracket in re.findall(r"[()\[\]{}]", text):
-        if bracket in "([{":
-            opened.append(bracket)
-        elif not opened or opened.pop() + bracket not in ("()", "[]", "{}"):
-            return False
-    return not opened
+def outside_brackets(text: str) -> str:
+    while (less := re.sub(r"\([^()\[\]{}]*\)|\[[^()\[\]{}]*\]|{[^()\[\]{}]*}", "_", text)) != text:
+        text = less
+    return text
 
 
 def check_form(mutant: Mutant, text: str) -> None:
@@ -234,9 +230,10 @@ def check_form(mutant: Mutant, text: str) -> None:
     begin, _ = span(mutant, text)
     before = re.sub(r"//[^\n]*", "", text[:begin]).rstrip()
     for code in (mutant.old, mutant.new):
-        if not balanced(code) or "//" in code:
+        outside = outside_brackets(code)
+        if re.search(r"[()\[\]{}]|//", outside):
             raise ListError(f"{mutant.id}: a bracket is missing, or a comment is in {code!r}")
-        if mutant.form == "expression" and not re.search(r"[\w)\]}\"']$", code.strip()):
+        if mutant.form == "expression" and not re.search(r"^[^,;]*[\w\"']\s*$", outside):
             raise ListError(f"{mutant.id}: no whole expression: {code!r}")
     if mutant.form == "statement" and not before.endswith((*";{}):", "else")):
         raise ListError(f"{mutant.id}: {mutant.old!r} is only the end of a statement")

@@ -200,7 +200,8 @@ def test_text_that_has_gone(root: Path, tmp_path: Path) -> None:
         ("while (a < 0) {", "while (a < 9) {"),  # half a block
         ("+= b;", "-= b;"),  # half a statement
         ("int sum = a;", "int sum = b; // not a"),
-        ("int sum =", "int sum ="),
+        ("int sum =", "int sum -="),
+        ("int argc, char** argv", "int argc, char* argv"),
     ],
 )
 def test_text_that_does_not_compile(root: Path, tmp_path: Path, old: str, new: str) -> None:
