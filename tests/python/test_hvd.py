@@ -672,6 +672,21 @@ def test_types_that_gloo_refuses_end_nothing() -> None:
     harness.pool(2, backend="gloo").run(_refuses)
 
 
+def _moves(context: Context) -> None:
+    rows = torch.complex(torch.ones(2, 1), torch.arange(2.0).reshape(2, 1))
+    with session():
+        for own in (rows, rows.conj(), rows.conj().imag, rows.imag.bool()):
+            first, second = own.tolist()
+            assert hvd.allgather(own).tolist() == [first, second] * 2
+            assert hvd.broadcast(own, 0).tolist() == [first, second]
+            assert hvd.alltoall(own).tolist() == [own.tolist()[context.rank]] * 2
+
+
+def test_bytes_of_any_type_move_on_gloo() -> None:
+    """Conjugated and negated elements, too, whose bytes are others than their memory's."""
+    harness.pool(2, backend="gloo").run(_moves)
+
+
 @on_ranks(2)
 def test_a_timeline_that_cannot_be_written_ends_nothing(context: Context) -> None:
     with session(timeline="/dev/full"):
