@@ -218,6 +218,27 @@ def both(mutant: Mutant, otherwise: str) -> str:
     raise ListError(f"{mutant.id}: form {mutant.form!r} is none of expression and statement")
 
 
+def outside_brackets(text: str) -> str:
+    while (less := re.sub(r"\([^()\[\]{}]*\)|\[[^()\[\]{}]*\]|{[^()\[\]{}]*}", "_", text)) != text:
+        text = less
+    return text
+
+
+def check_form(mutant: Mutant, text: str) -> None:
+    """Whether its two texts can stand where both() puts them, as far as that shows without a
+    compiler, which sees the list only when somebody builds it."""
+    begin, _ = span(mutant, text)
+    before = re.sub(r"//[^\n]*", "", text[:begin]).rstrip()
+    for code in (mutant.old, mutant.new):
+        outside = outside_brackets(code)
+        if re.search(r"[()\[\]{}]|//", outside):
+            raise ListError(f"{mutant.id}: a bracket is missing, or a comment is in {code!r}")
+        if mutant.form == "expression" and not re.search(r"^[^,;]*[\w\"']\s*$", outside):
+            raise ListError(f"{mutant.id}: no whole expression: {code!r}")
+    if mutant.form == "statement" and not before.endswith((*";{}):", "else")):
+        raise ListError(f"{mutant.id}: {mutant.old!r} is only the end of a statement")
+
+
 def rewrite(text: str, mutants: Iterable[Mutant]) -> str:
     """A C++ file with all of its mutants; several may replace the same text."""
     places: dict[tuple[int, int], list[Mutant]] = {}
@@ -287,9 +308,11 @@ def check(project: Project) -> list[str]:
     missing = missing_tests(project)
     for mutant in project.mutants:
         try:
-            span(mutant, (project.root / mutant.file).read_text())
+            text = (project.root / mutant.file).read_text()
+            span(mutant, text)
             if mutant.compiled:
                 both(mutant, "")
+                check_form(mutant, text)
             if mutant.old == mutant.new:
                 raise ListError(f"{mutant.id}: it changes nothing")
             for test in (*mutant.tests, *mutant.room_tests):
@@ -533,7 +556,9 @@ class Results:
         self.folder = work / "results"
         self.folder.mkdir(parents=True, exist_ok=True)
         data = json.loads(saved.read_text()) if saved is not None and saved.exists() else {}
-        self.saved = {entry["id"]: entry for entry in data.get("mutants", [])}
+        # Of each mutant the day of its own run: a report has also results of earlier ones.
+        date = {"date": data.get("date")}
+        self.saved = {entry["id"]: date | entry for entry in data.get("mutants", [])}
         self.ran: list[str] = data.get("ran", [])
 
     def path(self, name: str) -> Path:
@@ -631,6 +656,7 @@ class Runner:
             "ran": list(passed),
             "whole": self.only is None,
             "all_killers": self.all_killers,
+            "date": datetime.date.today().isoformat(),
         }
         begun = time.monotonic()
         for test in self.tests_of(mutant):
@@ -835,6 +861,13 @@ def report(project: Project) -> tuple[str, dict[str, Any]]:
     return "\n".join(lines) + "\n", data
 
 
+def lines_of(data: dict[str, Any]) -> str:
+    """JSON with a line for each mutant."""
+    mutants = ",\n".join(json.dumps(mutant) for mutant in data["mutants"])
+    date, ran = (json.dumps(data[key]) for key in ("date", "ran"))
+    return f'{{"date": {date},\n"ran": {ran},\n"mutants": [\n{mutants}\n]}}\n'
+
+
 def is_one_of(by: str, name: str) -> bool:
     """Whether a test that has failed is the C++ test of this name, or of this item of pytest's."""
     return by == name or any(by.startswith(part) for part in name.split(" -k ")[0].split())
@@ -885,7 +918,7 @@ def main(arguments: list[str] | None = None) -> int:
     text, data = report(project)
     to = args.to or args.root / "tools/mutants/results"
     to.with_suffix(".md").write_text(text)
-    to.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")
+    to.with_suffix(".json").write_text(lines_of(data))
     print(text[: text.index("| mutant |")])
     return 0
 

@@ -46,6 +46,8 @@ FAULTS = {
     "fork": {"os.fork"},
     "too little memory": {"resource.setrlimit"},
 }
+# What fuzz.core calls of the file of a random subject.
+SUBJECT = ("draw", "run", "oracle", "check", "workers")
 Definition = tuple[Path, str]
 
 
@@ -88,7 +90,9 @@ class Module:
             self.names[known_as] = base.with_suffix(".py"), name
 
     def used(self, node: ast.AST) -> Iterator[Definition]:
-        """Definitions of the tests that some code names."""
+        """Definitions of the tests that some code names, and those of its random subjects."""
+        for file in subjects_of(node):
+            yield from ((file, name) for name in SUBJECT)
         for inner in ast.walk(node):
             if isinstance(inner, ast.Name):
                 if inner.id in self.names:
@@ -104,19 +108,31 @@ def module(path: Path) -> Module:
     return Module(path)
 
 
+def literal(path: Path, name: str) -> Any:
+    """A constant of a file, which must be written out."""
+    node = module(path).definitions[name]
+    assert isinstance(node, ast.Assign)
+    return ast.literal_eval(node.value)
+
+
+def subjects_of(node: ast.AST) -> Iterator[Path]:
+    """Files of the subjects of random programs that some code runs by name."""
+    known = literal(PYTHON / "fuzz/core.py", "SUBJECTS")
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Call) and dotted(inner.func) in {"core.search", "search"}:
+            first = inner.args[0]
+            if isinstance(first, ast.Constant) and first.value in known:
+                yield PYTHON / f"{known[first.value].replace('.', '/')}.py"
+
+
 def tests_of(path: Path) -> list[ast.FunctionDef]:
     found = module(path).definitions.items()
     return [n for name, n in found if name.startswith("test_") and isinstance(n, ast.FunctionDef)]
 
 
 def reached(path: Path) -> list[ast.stmt]:
-    """The tests of a file, and what they use of this file and of others.
-
-    `fuzz.core` calls `draw` and `run` of a file that is a subject, or imports one.
-    """
+    """The tests of a file, and what they use of this file and of others."""
     todo: list[Definition] = [(path, test.name) for test in tests_of(path)]
-    subjects = [one for one in module(path).modules.values() if one.parent.name == "fuzz"]
-    todo += [(one, name) for one in (path, *subjects) for name in ("draw", "run")]
     seen = set(todo)
     nodes = []
     while todo:
@@ -139,8 +155,8 @@ def integers(nodes: Iterable[ast.AST]) -> set[int]:
 
 
 def ranks_of(test: ast.FunctionDef) -> set[int]:
-    """The sizes of the pools that a test names."""
-    sizes: set[int] = set()
+    """The sizes of the pools that a test names, or that its random subjects' programs run on."""
+    sizes = set().union(*map(ranks_of_subject, subjects_of(test)))
     for argument in test.args.args:
         sizes |= FIXTURES.get(argument.arg, set())
     for node in ast.walk(test):
@@ -155,14 +171,36 @@ def ranks_of(test: ast.FunctionDef) -> set[int]:
     return sizes
 
 
+@functools.cache
+def ranks_of_subject(path: Path) -> set[int]:
+    """The sizes of the pools on which a subject's programs run: WHERE, and what it is made of."""
+    sizes: set[int] = set()
+    if isinstance(own := module(path).definitions.get("workers"), ast.FunctionDef):
+        sizes |= ranks_of(own)
+    hosts = literal(PYTHON / "harness.py", "HOSTS")
+    todo, seen = [(path, "WHERE")], set()
+    while todo:
+        seen.add(definition := todo.pop())
+        file, name = definition
+        node = module(file).definitions[name]
+        sizes |= integers([node])
+        for inner in ast.walk(node):
+            if isinstance(inner, ast.Constant) and isinstance(inner.value, str):
+                place = inner.value.partition(", ")[0]  # behind it stands what else is drawn
+                sizes |= {len(hosts[place])} if place in hosts else set()
+                sizes |= {int(size) for size in re.findall(r"\b\d\b", place)}
+        todo += [one for one in module(file).used(node) if one not in seen]
+    return sizes
+
+
 def dtypes_of(node: ast.AST) -> set[str]:
-    """Types that are a test's parameters, or stand in a constant that it uses."""
+    """Types that are a test's parameters, stand in a constant that it uses, or are drawn."""
+    lists: list[ast.AST] = [node] if isinstance(node, (ast.Assign, ast.AnnAssign)) else []
     if isinstance(node, ast.FunctionDef):
-        lists: list[ast.AST] = [d for d in node.decorator_list if isinstance(d, ast.Call)]
-    elif isinstance(node, (ast.Assign, ast.AnnAssign)):
-        lists = [node]
-    else:
-        return set()
+        lists += [one for one in node.decorator_list if isinstance(one, ast.Call)]
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Call) and dotted(inner.func).endswith(".choice"):
+            lists += inner.args
     names = {dotted(inner) for one in lists for inner in ast.walk(one)}
     return {dtype for dtype in DTYPES if f"torch.{dtype}" in names}
 
@@ -178,7 +216,7 @@ def capabilities() -> Iterator[tuple[str, list[Path]]]:
     sys.path.insert(0, str(PYTHON))
     import parts
 
-    files = sorted(PYTHON.glob("test_*.py"))
+    files = sorted([*PYTHON.glob("test_*.py"), *PYTHON.glob("fuzz/test_*.py")])
     for name in parts.CAPABILITIES:
         mine = [file for file in files if parts.capability(file.name) == name]
         if mine:
@@ -220,13 +258,13 @@ def page() -> str:
         "# What is tested",
         "",
         "`python tools/tested.py` wrote this page from the code of the tests, and a test checks"
-        " that it is up to date. It says what tests name: numbers of ranks, types and faults that"
-        " random programs draw are not all here, and an empty cell means that no test names any.",
+        " that it is up to date. It says what tests and their random programs name; an empty cell"
+        " means that none names any.",
         "",
         "## By capability",
         "",
-        "*Types* are parameters of tests, or stand in a list that a test uses. *Beside* is what of"
-        " torch takes part in the same tests, mostly as the definition of what is right."
+        "*Types* are parameters of tests, stand in a list that a test uses, or are drawn. *Beside*"
+        " is what of torch takes part in the same tests, mostly as the definition of what is right."
         " `make test` runs most functions once, `make test-rest` the rest.",
         "",
         "| capability | ranks | types | beside | faults | files in tests/python |",
@@ -246,6 +284,7 @@ def page() -> str:
         ]
         lines.append("| " + " | ".join(cells) + " |")
     saved = json.loads((ROOT / "tools/mutants/results.json").read_text())
+    days = [mutant.get("date", saved["date"]) for mutant in saved["mutants"]]
     frameworks = (ROOT / "requirements/frameworks.txt").read_text()
     lines += [
         "",
@@ -266,10 +305,10 @@ def page() -> str:
         "## Deliberate faults",
         "",
         "A mutant is the code with one fault put in on purpose"
-        " ([Contributing](../../CONTRIBUTING.md#mutants)). The results are those of"
-        f" {saved['date']}; mutants that were written later have none. One that has *survived* is a"
-        " place where a fault could go unnoticed; against one that is *not caught yet* only some of"
-        " the tests were run.",
+        " ([Contributing](../../CONTRIBUTING.md#mutants)). The results are of"
+        f" {' to '.join(sorted({min(days), max(days)}))}; mutants that were written later have"
+        " none. One that has *survived* is a place where a fault could go unnoticed; against one"
+        " that is *not caught yet* only some of the tests were run.",
         "",
         *mutants(saved),
     ]

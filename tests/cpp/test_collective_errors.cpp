@@ -268,6 +268,13 @@ TEST(collectives_nan_check) {
         data.assign(count, 1);
         g.run([&](Context& ctx) { call(g, ctx); });
       }
+      // A broadcast writes over what other ranks than its root have.
+      const float nan = std::numeric_limits<float>::quiet_NaN();
+      data.assign(count, rank == 2 ? 1 : nan);
+      g.run([&](Context& ctx) {
+        broadcast(ctx, {data.data(), count * 4}, kF32, 2);
+      });
+      CHECK_EQ(data[count - 1], 1.0f);
     }
     check_usable(g);
     g.run([](Context& ctx) { barrier(ctx); });

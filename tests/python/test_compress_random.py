@@ -123,20 +123,27 @@ class Sized(compress.Compressor):
 
 @harness.on_ranks(2)
 def test_neighbours_in_memory(context: Context) -> None:
-    """Buckets that lie side by side are two all the same."""
+    """Buckets that lie side by side are two all the same, and those that no schedule knows a unit
+    each."""
     units = compress.from_params({}, schedule="one")._units
     whole = torch.zeros(32)
-    apart = [torch.frombuffer(whole.numpy(), dtype=torch.float32, count=16),
-             torch.frombuffer(whole.numpy(), dtype=torch.float32, count=16, offset=64)]  # fmt: skip
-    for _ in range(2):  # the layout is known in the second one
+
+    def backward(*sizes: int) -> list[list[int]]:
         units.begin(1, False)
-        closed = []
-        for part in apart:
-            parameters = [nn.Parameter(torch.zeros(16))]
+        closed, offset = [], 0
+        for size in sizes:
+            part = torch.frombuffer(whole.numpy(), dtype=torch.float32, count=size, offset=offset)
+            offset += 4 * size
+            parameters = [nn.Parameter(torch.zeros(size))]
             closed += units.follow(parameters, part)
             closed += units.add(parameters, part, [None], torch.futures.Future())
         closed += units.end()
-    assert [[s.numel() for s in unit.slices] for unit in closed] == [[16, 16]]
+        return [[s.numel() for s in unit.slices] for unit in closed]
+
+    assert backward(16, 16) == [[16], [16]]
+    assert backward(16, 16) == [[16, 16]]
+    assert backward(16, 8, 8) == [[16], [8], [8]]
+    assert backward(16, 8, 8) == [[16, 8, 8]]
 
 
 def disagree(context: Context, what: str) -> None:

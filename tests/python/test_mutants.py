@@ -1,6 +1,5 @@
 """tools/mutants.py on a project of two files; and its list fits the sources."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -157,7 +156,7 @@ def test_catches(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         "python": True,
     }
     # A fresh clone knows what was saved, and goes on from there.
-    (root / "tools/mutants/results.json").write_text(json.dumps(data))
+    (root / "tools/mutants/results.json").write_text(mutants.lines_of(data))
     elsewhere = mutants.load(root, tmp_path / "elsewhere")
     assert mutants.Results(elsewhere.work, elsewhere.saved).get("survives") is not None
     monkeypatch.setattr(mutants, "cpp_names", lambda _: ["add"])
@@ -193,6 +192,23 @@ def test_text_that_has_gone(root: Path, tmp_path: Path) -> None:
     problems = mutants.check(mutants.load(root, tmp_path / "work"))
     assert [problem.split(":")[0] for problem in problems] == ["caught", "survives"]
     assert "has gone from csrc/add.cpp" in problems[0]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("while (a < 0) {", "while (a < 9) {"),  # half a block
+        ("+= b;", "-= b;"),  # half a statement
+        ("int sum = a;", "int sum = b; // not a"),
+        ("int sum =", "int sum -="),
+        ("int argc, char** argv", "int argc, char* argv"),
+    ],
+)
+def test_text_that_does_not_compile(root: Path, tmp_path: Path, old: str, new: str) -> None:
+    mutant = f'[[mutant]]\nid = "cut"\nfile = "csrc/add.cpp"\nold = "{old}"\nnew = "{new}"\n'
+    (root / "tools/mutants/all.toml").write_text(mutant)
+    (problem,) = tool("mutants").check(tool("mutants").load(root, tmp_path / "work"))
+    assert problem.startswith("cut: ")
 
 
 @pytest.mark.parametrize(
