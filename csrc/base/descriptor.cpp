@@ -68,6 +68,17 @@ std::string difference(const OpDescriptor& here, const OpDescriptor& there) {
   if (here.sequence != there.sequence) {
     return differ("sequence number", here.sequence, there.sequence);
   }
+  if (here.async_call != there.async_call) {
+    const auto text = [](uint64_t number) {
+      return number == 0 ? "none" : formatted("number {}", number);
+    };
+    return differ(
+               "asynchronous call of a fused function",
+               text(here.async_call),
+               text(there.async_call)) +
+        "; wait for such calls in the same order on all ranks, and in one "
+        "order with other collectives";
+  }
   if (here.dtype != there.dtype) {
     return differ("dtype", dtype_name(here.dtype), dtype_name(there.dtype));
   }

@@ -7,6 +7,8 @@
 #include <map>
 #include <tuple>
 
+#include <c10/core/AutogradState.h>
+
 #include "base/ownership.hpp"
 #include "c10d/tensor_memory.hpp"
 #include "c10d/tensors.hpp"
@@ -69,6 +71,11 @@ class Checker {
   }
 
  private:
+  void check_derivative(const at::Tensor& t, bool is_param = false) const {
+    const std::string lost = lost_derivative(op_, t, is_param);
+    TORCH_CHECK(lost.empty(), lost);
+  }
+
   void check_place(const char* op, const at::Tensor& t) const {
     check_dense(op, t);
     TORCH_CHECK_VALUE(
@@ -116,6 +123,8 @@ class Checker {
     const at::Tensor& g = a_.grads[i];
     check_place(op_, p);
     check_place(op_, g);
+    check_derivative(p, /*is_param=*/true);
+    check_derivative(g);
     TORCH_CHECK_VALUE(
         is_supported(p.scalar_type()),
         formatted(
@@ -163,6 +172,7 @@ class Checker {
       const ShardRange& range,
       std::initializer_list<at::ScalarType> types) const {
     check_place(op_, t);
+    check_derivative(t);
     const bool typed =
         std::find(types.begin(), types.end(), t.scalar_type()) != types.end();
     TORCH_CHECK_VALUE(
@@ -244,6 +254,7 @@ class Checker {
     for (const HyperArguments& h : a_.hypers) {
       if (const auto* lr = std::get_if<at::Tensor>(&h.lr)) {
         check_memory(op_, *lr);
+        check_derivative(*lr);
       }
       const auto in_range = [](double beta) { return beta >= 0 && beta < 1; };
       TORCH_CHECK_VALUE(
@@ -426,6 +437,28 @@ const StepInputs& step_inputs(std::string_view name) {
 
 const StepInputs& step_inputs(OpCode op) {
   return step_inputs(op_name(op));
+}
+
+std::string lost_derivative(
+    const char* op,
+    const at::Tensor& t,
+    bool is_param) {
+  if (c10::AutogradState::get_tls_state().get_fw_grad_mode() &&
+      t._fw_grad(/*level=*/0).defined()) {
+    return formatted(
+        "fused: {} got a tensor that has a tangent, and has no derivative: "
+        "pass forward_ad.unpack_dual()'s primal",
+        op);
+  }
+  const bool of_model = is_param && t.is_leaf();
+  if (at::GradMode::is_enabled() && t.requires_grad() && !of_model) {
+    return formatted(
+        "fused: {} got a tensor that requires grad and is no parameter of a "
+        "model (a leaf), and has no derivative: call it under torch.no_grad(), "
+        "outside of torch.func's transformations",
+        op);
+  }
+  return {};
 }
 
 void check_arguments(const StepArguments& a, int rank, int size) {

@@ -145,7 +145,12 @@ const StepInputs& step_inputs(OpCode op);
 // By name, "fused_adamw_"; ValueError for what is no optimizer step.
 const StepInputs& step_inputs(std::string_view name);
 
-// Throws ValueError for what a rank can find wrong alone.
+// Why a step that gets a tensor would lose its derivative; empty where it has none
+// that counts. A leaf among the parameters may require grad, as a model's do.
+std::string lost_derivative(const char* op, const at::Tensor& t, bool is_param);
+
+// Throws ValueError for what a rank can find wrong alone, RuntimeError where a
+// derivative would get lost.
 void check_arguments(const StepArguments& a, int rank, int size);
 void check_arguments(const ShardsArguments& a);
 

@@ -13,6 +13,12 @@ struct Coalescing {
 };
 thread_local Coalescing coalescing;
 
+struct AsyncCall {
+  const Group* group = nullptr;
+  uint64_t number = 0;
+};
+thread_local AsyncCall current_call;
+
 } // namespace
 
 uint64_t& shared_errors() {
@@ -106,6 +112,14 @@ WorkPtr Group::enqueue(
   });
   work->set_executor(executor_, ticket);
   return remember(work);
+}
+
+void Group::set_async_call(uint64_t number) const {
+  current_call = {this, number};
+}
+
+uint64_t Group::async_call() const {
+  return current_call.group == this ? current_call.number : 0;
 }
 
 void Group::start_coalescing() {

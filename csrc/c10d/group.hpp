@@ -28,6 +28,7 @@ struct CallInfo {
   const char* title; // "fused:all_reduce"
   std::chrono::milliseconds timeout;
   bool async_op;
+  uint64_t async_call; // as in OpDescriptor
 };
 
 // pybind11 makes a negative number of timedelta.max, which means: ever.
@@ -119,11 +120,16 @@ class Group : public GroupBase {
   template <typename CallOptions>
   CallInfo info(c10d::OpType type, const char* title, const CallOptions& opts)
       const {
-    return {type, title, timeout_or(opts.timeout), opts.asyncOp};
+    return {type, title, timeout_or(opts.timeout), opts.asyncOp, async_call()};
   }
   CallInfo info(c10d::OpType type, const char* title, bool async_op) const {
-    return {type, title, timeout.load(), async_op};
+    return {type, title, timeout.load(), async_op, async_call()};
   }
+
+  // What this thread does on this group, from now on, is a part of an asynchronous
+  // call of a fused function; see OpDescriptor. Another group's call ends that.
+  void set_async_call(uint64_t number) const;
+  uint64_t async_call() const;
 
   // Whether this is a forked child, which has neither the threads nor the
   // shared memory of the group.

@@ -54,6 +54,33 @@ class Resolved {
   ProcessGroupFused* fused_;
 };
 
+// Before a call with such a tensor raises on this rank alone: tells the peers,
+// which may wait in it. What is called with tensors on GPUs is not told.
+void tell_refusal(
+    c10::string_view group_name,
+    const at::Tensor& tensor,
+    const std::string& reason) {
+  if (tensor.is_cpu() && !tensor.unsafeGetTensorImpl()->is_python_dispatch()) {
+    const Resolved group(group_name, c10::DeviceType::CPU);
+    group->refuse(reason);
+  }
+}
+
+// Of a call by an operator, whose last argument is the group's name.
+void tell_refusal(
+    const c10::OperatorHandle& op,
+    const torch::jit::Stack& stack,
+    const std::string& reason) {
+  const size_t count = op.schema().arguments().size();
+  const c10::IValue& first = torch::jit::last(stack, count)[0];
+  const std::string& name = stack.back().toStringRef();
+  if (first.isTensor()) {
+    tell_refusal(name, first.toTensor(), reason);
+  } else if (const Tensors params = first.toTensorVector(); !params.empty()) {
+    tell_refusal(name, params[0], reason);
+  }
+}
+
 // `lr` is a number, or in the overload tensor_lr a tensor, as in torch's own
 // _fused_*_. found_inf is written because it becomes global.
 std::string schema(const StepInputs& step, bool tensor_lr) {
@@ -100,7 +127,7 @@ class Step final : public c10::OperatorKernel {
 
   // Arguments are in schema()'s order.
   void operator()(
-      const c10::OperatorHandle& /* op */,
+      const c10::OperatorHandle& op,
       c10::DispatchKeySet /* keys */,
       torch::jit::Stack* stack) {
     const auto values = torch::jit::last(*stack, count_);
@@ -137,12 +164,14 @@ class Step final : public c10::OperatorKernel {
     const std::string& reduce = (next++)->toStringRef();
     a.reduction.weight = (next++)->toOptional<double>();
     a.block_skip = !inputs_.two_passes && (next++)->toBool();
-    TORCH_CHECK_VALUE(
-        reduce == "mean" || reduce == "sum",
-        formatted(
-            "fused: {}: reduce must be \"mean\" or \"sum\", found \"{}\"",
-            op_name(a.op),
-            reduce));
+    if (reduce != "mean" && reduce != "sum") {
+      const std::string reason = formatted(
+          "fused: {}: reduce must be \"mean\" or \"sum\", found \"{}\"",
+          op_name(a.op),
+          reduce);
+      tell_refusal(op, *stack, reason);
+      TORCH_CHECK_VALUE(false, reason);
+    }
     a.reduction.mean = reduce == "mean";
     const Resolved group(next->toStringRef(), c10::DeviceType::CPU);
     torch::jit::drop(*stack, count_);
@@ -204,16 +233,51 @@ void all_reduce_of_autograd(
         : "fused: all_reduce_ writes to a tensor that requires grad, and has "
           "no derivative: call it under torch.no_grad(), or "
           "torch.distributed.nn.functional.all_reduce()";
-    if (tensor.is_cpu() &&
-        !tensor.unsafeGetTensorImpl()->is_python_dispatch()) {
-      const Resolved group(group_name, c10::DeviceType::CPU);
-      group->refuse(reason); // peers may wait in it
-    }
+    tell_refusal(group_name, tensor, reason);
     TORCH_CHECK(false, reason);
   }
   // By keys, not by a guard of the thread: handlers of signals run in this call.
   all_reduce_operator().redispatch(
       keys & c10::after_ADInplaceOrView_keyset, tensor, op, group_name);
+}
+
+// What torch.func.grad and jvp differentiate has been unwrapped when the step checks
+// its arguments.
+void step_of_autograd(
+    const c10::OperatorHandle& op,
+    c10::DispatchKeySet keys,
+    torch::jit::Stack* stack) {
+  const char* const name = op.schema().name().c_str() + sizeof("fusedpg::") - 1;
+  const auto check = [&](const at::Tensor& t) {
+    if (!t.key_set().has(c10::DispatchKey::FuncTorchGradWrapper)) {
+      return;
+    }
+    const std::string reason = lost_derivative(name, t, /*is_param=*/false);
+    if (!reason.empty()) {
+      tell_refusal(op, *stack, reason);
+      TORCH_CHECK(false, reason);
+    }
+  };
+  for (const c10::IValue& value :
+       torch::jit::last(*stack, op.schema().arguments().size())) {
+    if (value.isTensor()) {
+      check(value.toTensor());
+    } else if (value.isTensorList()) {
+      for (const at::Tensor& t : value.toTensorList()) {
+        check(t);
+      }
+    }
+  }
+  op.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);
+}
+
+// torch.vmap would raise on this rank alone.
+void under_vmap(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const std::string reason = formatted(
+      "fused: {} has no rule for torch.vmap: call it outside",
+      op.schema().name().substr(sizeof("fusedpg::") - 1));
+  tell_refusal(op, *stack, reason);
+  TORCH_CHECK(false, reason);
 }
 
 // fusedpg._C.all_reduce_(tensor, op, group): calls torch.ops.fusedpg.all_reduce_
@@ -311,6 +375,17 @@ TORCH_LIBRARY_IMPL(fusedpg, CUDA, m) {
 
 TORCH_LIBRARY_IMPL(fusedpg, Autograd, m) {
   m.impl("all_reduce_", &all_reduce_of_autograd);
+  implement_steps(m, [](const StepInputs& /* step */) {
+    return torch::CppFunction::makeFromBoxedFunction<&step_of_autograd>();
+  });
+}
+
+TORCH_LIBRARY_IMPL(fusedpg, FuncTorchBatched, m) {
+  m.impl(
+      "all_reduce_", torch::CppFunction::makeFromBoxedFunction<&under_vmap>());
+  implement_steps(m, [](const StepInputs& /* step */) {
+    return torch::CppFunction::makeFromBoxedFunction<&under_vmap>();
+  });
 }
 
 void bind_operators(py::module_& m) {

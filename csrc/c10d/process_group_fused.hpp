@@ -146,6 +146,9 @@ class ProcessGroupFused : public Forwarding<c10d::Backend, ProcessGroupFused> {
   // tensors: the peers that are in the operation, or come to it, raise with the
   // reason. Where all ranks do so, nothing else happens.
   void refuse(const std::string& reason);
+  void set_async_call(uint64_t number) {
+    group_->set_async_call(number);
+  }
   void abort() override;
   void shutdown() override;
   // The same with little patience, when the interpreter exits. `exit` says how,

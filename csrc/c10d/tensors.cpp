@@ -138,12 +138,21 @@ void check_dense(const char* op, const at::Tensor& t) {
           "fused: {} got a tensor without memory (ZeroTensor); clone it first",
           op));
   // Its data would be a null pointer.
+  const bool of_func = t.key_set().has_any(
+      c10::DispatchKeySet(
+          {c10::DispatchKey::FuncTorchGradWrapper,
+           c10::DispatchKey::FuncTorchBatched,
+           c10::DispatchKey::Functionalize}));
   TORCH_CHECK_VALUE(
-      !t.is_meta() && !t.unsafeGetTensorImpl()->is_python_dispatch(),
+      !t.is_meta() && !t.unsafeGetTensorImpl()->is_python_dispatch() &&
+          !of_func,
       formatted(
-          "fused: {} got a tensor without memory of its own (on the device "
-          "meta, or of a subclass such as the gradients of a fused optimizer)",
-          op));
+          "fused: {} got a tensor without memory of its own ({})",
+          op,
+          of_func
+              ? "of a transformation of torch.func"
+              : "on the device meta, or of a subclass such as the gradients "
+                "of a fused optimizer"));
   check_memory(op, t);
 }
 

@@ -19,9 +19,7 @@ void enter(
         op_name(mine.op));
   }
   ctx.entered = true;
-  mine.sequence = ctx.sequence;
-  mine.list_index = ctx.list_index;
-  mine.list_length = ctx.list_length;
+  ctx.identify(mine);
   mine.table_entries = table_entries;
   domain.descriptor(ctx.rank(), half) = mine;
   if (table_entries != 0) {

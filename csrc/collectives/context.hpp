@@ -42,12 +42,20 @@ struct OpContext {
   // Position in, and length of, a list of operations that one call runs.
   uint64_t list_index = 0;
   uint64_t list_length = 1;
+  uint64_t async_call = 0; // as in OpDescriptor
   bool entered = false; // peers know of it, or are about to
 
   void begin_item(uint64_t index, uint64_t length) {
     list_index = index;
     list_length = length;
     entered = false;
+  }
+  // Says in a descriptor which operation this is.
+  void identify(OpDescriptor& d) const {
+    d.sequence = sequence;
+    d.list_index = list_index;
+    d.list_length = list_length;
+    d.async_call = async_call;
   }
 };
 

@@ -99,7 +99,7 @@ class Engine {
 
   // Runs `op`, the work of one turn of the group's queue by perform(), on this
   // thread, which is the executor's at the moment; `title` and `ticket` name it in
-  // errors. Where it throws,
+  // errors; for `async_call` see OpDescriptor. Where it throws,
   //
   // - this rank refuses if it has told its peers nothing of the operation yet:
   //   they raise, too, and all ranks are in step;
@@ -112,8 +112,10 @@ class Engine {
       const Operation& op,
       const char* title,
       uint64_t ticket,
-      std::chrono::milliseconds timeout) {
+      std::chrono::milliseconds timeout,
+      uint64_t async_call = 0) {
     Way& way = open_way(ticket, timeout);
+    way.op().async_call = async_call;
     struct Close {
       Engine& engine;
       ~Close() {

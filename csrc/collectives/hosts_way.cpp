@@ -68,9 +68,7 @@ void HostsWay::move(const Move& move, OpDescriptor& d) {
 }
 
 void HostsWay::complete(OpDescriptor& mine, size_t table_entries) const {
-  mine.sequence = ctx_.sequence;
-  mine.list_index = ctx_.list_index;
-  mine.list_length = ctx_.list_length;
+  ctx_.identify(mine);
   mine.table_entries = table_entries;
 }
 

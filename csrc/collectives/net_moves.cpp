@@ -20,12 +20,6 @@ bool says_more(const OpDescriptor& d) {
   return d.table_entries != 0 && (moves(d.op) || (d.flags & kRefused) != 0);
 }
 
-void complete(const NetContext& ctx, OpDescriptor& d) {
-  d.sequence = ctx.sequence;
-  d.list_index = ctx.list_index;
-  d.list_length = ctx.list_length;
-}
-
 // In two messages, as every operation begins with a descriptor, so that those
 // who are in another one hear of it.
 void tell(
@@ -126,7 +120,7 @@ class NetMover {
   }
 
   void meet() {
-    complete(ctx_, d_);
+    ctx_.identify(d_);
     size_t all = 0;
     size_t longest = 0;
     for (int p = 0; p < size_; ++p) {
@@ -465,7 +459,7 @@ void net_move(NetContext& ctx, const Move& move, OpDescriptor& d) {
 void net_refuse(NetContext& ctx, const std::string& reason) {
   OpDescriptor d;
   d.flags = kRefused;
-  complete(ctx, d);
+  ctx.identify(d);
   const NetBuffer more((reason.size() / kWord + 1) * kWord);
   std::memset(more.data(), 0, more.bytes());
   std::memcpy(more.data(), reason.data(), reason.size());

@@ -3,22 +3,32 @@
 A rank's call has a mark, a hash of both. It travels with the call's first reduction, as a few
 elements behind the tensor's: by sums of small whole numbers and of their squares, which are exact,
 every rank finds out alike whether all are equal.
+
+An asynchronous call does what is left when it is waited for. It has a number, which ranks compare
+in each of its operations, or they would mix two calls that they wait for in another order.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import itertools
 import math
-from collections.abc import Mapping
+import weakref
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from fusedpg import _agreement
+from fusedpg.functional import _backend
 from fusedpg.fusion.ir import SHARD, Program
 
 _BITS = 64
 _EXACT = 24  # bits of a whole number that float32 holds
+_numbers_of_calls: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def _described(program: Program) -> str:
@@ -101,3 +111,24 @@ def difference(
         f"fused: the ranks of a group called `{program.name}` with different arguments: {text}. "
         f"This is rank {rank} of {size}; pass the same numbers and flags on all ranks"
     )
+
+
+class AsyncCall(contextlib.AbstractContextManager[None]):
+    """A part of an asynchronous call on a group, which is numbered when it is made.
+
+    Ranks make them in one order, also for calls that are refused. Other backends compare nothing.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._number = next(_numbers_of_calls.setdefault(group, itertools.count(1)))
+        self._backend: Any = None
+        with contextlib.suppress(ValueError):
+            self._backend = _backend(group)
+
+    def __enter__(self) -> None:
+        if self._backend is not None:
+            self._backend.set_async_call(self._number)
+
+    def __exit__(self, *_: object) -> None:
+        if self._backend is not None:
+            self._backend.set_async_call(0)

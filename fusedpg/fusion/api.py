@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 
 from fusedpg import _fork
 from fusedpg._refusal import shared_errors, tell, telling
+from fusedpg.fusion.alike import AsyncCall
 from fusedpg.fusion.autograd import Differentiable, attach
 from fusedpg.fusion.captured import Captured
 from fusedpg.fusion.custom_op import autocast_of, described, number, register
@@ -64,9 +65,10 @@ class Pending:
         run: Run,
         finish: Callable[[list[torch.Tensor]], object],
         told: telling,
+        part: contextlib.AbstractContextManager[None],
     ) -> None:
-        """`told`: the context in which each part of the call is done."""
-        self._told = told
+        """`told` and `part`: the contexts in which each part of the call is done."""
+        self._told, self._part = told, part
         self._run = run
         self._finish = finish
         self._lock = threading.Lock()
@@ -79,7 +81,7 @@ class Pending:
     def _advance(self) -> None:
         try:
             # A program has its own types and backward, which torch's modes must not change.
-            with self._told, torch.no_grad(), torch._C._DisableAutocast():
+            with self._told, self._part, torch.no_grad(), torch._C._DisableAutocast():
                 self._work = next(self._run)
         except StopIteration as stop:
             self._result = self._finish(stop.value)
@@ -507,7 +509,7 @@ class FusedFunction:
             ]
             targets = Targets(listed, lists)
         except Exception as error:
-            self._refused(args, kwargs, group, None, error, before)
+            self._refused(args, kwargs, group, async_op, None, error, before)
             raise
         return self._start((), values, group, async_op, targets.flat, written=targets.write)
 
@@ -617,7 +619,7 @@ class FusedFunction:
                 program, ranks.group, values, into, async_op=async_op, stages=stages, wrt=wrt
             )
         except Exception as error:
-            self._refused(args, kwargs, group, stages, error, before)
+            self._refused(args, kwargs, group, async_op, stages, error, before)
             raise
         _say_once()
         single = plan.derived.single if plan else program.single
@@ -631,7 +633,8 @@ class FusedFunction:
             return results[0] if single else tuple(results)
 
         told = telling(ranks.group, *values.values(), when=call.meets)
-        pending = Pending(run, finish, told)
+        part = AsyncCall(ranks.group) if async_op else contextlib.nullcontext()
+        pending = Pending(run, finish, told, part)
         if async_op:
             return pending
         result = pending.wait()
@@ -677,6 +680,7 @@ class FusedFunction:
         args: tuple[object, ...],
         kwargs: Mapping[str, object],
         group: dist.ProcessGroup | None,
+        async_op: bool,
         stages: dist.ProcessGroup | None,
         error: Exception,
         before: int,
@@ -686,6 +690,9 @@ class FusedFunction:
         Args:
             before: `shared_errors()` before the call.
         """
+        of_all = group or dist.group.WORLD
+        if async_op and isinstance(of_all, dist.ProcessGroup):
+            AsyncCall(of_all)
         given = self._defaults | dict(zip(self._parameters, args)) | dict(kwargs)
         static = {
             name: value

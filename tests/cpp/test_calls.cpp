@@ -188,6 +188,7 @@ TEST(descriptors_differ_where_ranks_must_not) {
       [](OpDescriptor& d) { d.sequence = 1; },
       [](OpDescriptor& d) { d.list_index = 1; },
       [](OpDescriptor& d) { d.list_length = 2; },
+      [](OpDescriptor& d) { d.async_call = 1; },
       [](OpDescriptor& d) { d.items = 2; },
       [](OpDescriptor& d) { d.path = GpuPath::kDirect; }};
   for (const auto& change : changes) {

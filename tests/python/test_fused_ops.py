@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import time
+from collections.abc import Callable
 from typing import Any
 
 import hypothesis
@@ -10,6 +12,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 import torch.distributed as dist
+from torch.autograd import forward_ad
 
 import fusedpg
 import harness
@@ -332,6 +335,82 @@ def test_disagreement(disagreeing: harness.Workers, op: str, what: str) -> None:
             # Found by comparison, not by waiting.
             assert "ranks disagree" in error.text, error.text
     disagreeing.agree(optim_faults.usable, op)
+
+
+# --- derivatives ----------------------------------------------------------------
+
+Step = Callable[..., torch.Tensor]  # of a parameter and its gradient; the parameter after it
+
+
+def under_func(transform: Callable[..., Any], **options: Any) -> Callable[[Step, Any, Any], Any]:
+    return lambda step, p, g: transform(lambda p, g: step(p.clone(), g).sum(), **options)(p, g)
+
+
+def with_tangent(step: Step, p: torch.Tensor, g: torch.Tensor) -> None:
+    with forward_ad.dual_level():
+        step(p, forward_ad.make_dual(g, g))
+
+
+# What a step would lose: its derivative by the parameter, its gradient or the learning rate.
+LOST: dict[str, Callable[[Step, torch.Tensor, torch.Tensor], Any]] = {
+    "func.grad": under_func(torch.func.grad),
+    "func.grad by gradients": under_func(torch.func.grad, argnums=1),
+    "func.grad of a leaf": lambda step, p, g: torch.func.grad(lambda p: step(p, g).sum())(p),
+    "func.jvp": lambda step, p, g: torch.func.jvp(lambda g: step(p.clone(), g), (g,), (g,)),
+    "vmap": lambda step, p, g: torch.vmap(step)(p.expand(2, -1).clone(), g.expand(2, -1)),
+    "functionalize": under_func(torch.func.functionalize),
+    "tangent": with_tangent,
+    "no leaf": lambda step, p, g: step(p.requires_grad_() * 1, g),
+    "gradient": lambda step, p, g: step(p, g.requires_grad_()),
+    "lr": lambda step, p, g: step(p, g, lr=torch.tensor(0.1, requires_grad=True)),
+}
+
+
+def lose(context: Context, how: str, what: str, odd: int) -> None:
+    """All ranks raise soon where one would lose a derivative, and nothing is changed."""
+    name = dist.distributed_c10d._get_default_group().group_name
+    hyper = {"weight_decay": 0.0, "momentum": 0.0, "dampening": 0.0, "nesterov": False}
+
+    def step(p: torch.Tensor, g: torch.Tensor, lr: Any = 0.1, reduce: str = "sum") -> torch.Tensor:
+        options = {**hyper, "lr": lr, "is_first_step": True, "reduce": reduce}
+        if how == "operator":
+            operator = packet("sgd", isinstance(lr, torch.Tensor))
+            operator([p], [g], [], master_params=[], maximize=False, group_name=name, **options)
+        else:
+            work = fusedpg.fused_sgd_([p], [g], [], async_op=how == "async", **options)
+            assert how == "sync" or (work is not None and work.wait())
+        return p
+
+    p, g = torch.ones(100), torch.ones(100)
+    begin = time.monotonic()
+    with pytest.raises((RuntimeError, ValueError)) as caught:  # DistBackendError is the first
+        if context.rank != odd:
+            step(p, g)
+        elif what == "reduce":
+            step(p, g, reduce="max")
+        else:
+            LOST[what](step, p, g)
+    assert "fused_sgd_" in str(caught.value) or context.rank != odd, caught.value
+    assert f"rank {odd} refused" in str(caught.value) or context.rank == odd, caught.value
+    assert time.monotonic() - begin < 5, "peers were not told"
+    assert bool((p == 1).all())
+    works()
+    # Parameters of a model require grad, and what a transformation does not see has no derivative.
+    leaf = torch.nn.Parameter(torch.ones(100))
+    assert step(leaf, torch.ones(100)).unique().tolist() == [pytest.approx(1 - 0.1 * 2)]
+    if how == "operator":
+        torch.func.grad(lambda x: (step(leaf, torch.ones(100)), x.sum())[1])(torch.ones(2))
+        assert leaf.unique().tolist() == [pytest.approx(1 - 0.2 * 2)]
+
+
+@pytest.mark.parametrize("what", [*LOST, "reduce"])
+@pytest.mark.parametrize("how", ["operator", "sync", "async"])
+def test_derivatives_are_not_lost(how: str, what: str) -> None:
+    if (how, what) == ("operator", "functionalize"):
+        pytest.skip("torch raises before it calls anything of ours")
+    workers = harness.pool(2, timeout=20, oracle=False)
+    workers.run(lose, how, what, 1)
+    workers.run(lose, how, what, 0)
 
 
 # --- dispatcher ---------------------------------------------------------------

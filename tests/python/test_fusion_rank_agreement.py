@@ -200,3 +200,60 @@ def arithmetic() -> None:
 
 def test_arithmetic() -> None:
     arithmetic()
+
+
+def twice(x: Partial, w: Replicate):
+    """What a call does after its first operation says nothing of the call."""
+    return fusion.broadcast(all_reduce(x), 0) + w
+
+
+def in_two(x: Partial, w: Replicate):
+    return all_gather(reduce_scatter(x)) + w
+
+
+def summed_twice(x: Partial, w: Replicate):
+    return all_reduce(all_reduce(x) * 2 + w, "max")
+
+
+@pytest.mark.parametrize("function", [twice, in_two, summed_twice])
+@on_ranks(2, 3)
+def test_calls_are_waited_for_in_one_order(context: Context, function: Any) -> None:
+    """Else ranks would mix what the calls do after their first operations, of equal shapes."""
+    fused = fusedpg.fuse(function).scheduled()
+    w, last = torch.zeros(40), context.rank == context.world_size - 1
+    xs = [torch.full((40,), float(10**n)) for n in range(3)]
+    want = [fused(x, w) for x in xs]
+
+    def begun() -> list[Any]:
+        return [fused(x, w, async_op=True) for x in xs]
+
+    def kinds(waits: list[Callable[[], Any]]) -> list[str]:
+        found = []
+        for one in waits:
+            with pytest.raises(dist.DistBackendError) as caught:
+                one()
+            assert "in the same order on all ranks" in str(caught.value)
+            found.append(type(caught.value).__name__)
+        return found
+
+    for order in ((0, 1, 2), (2, 0, 1)):
+        calls = begun()
+        for n in order:
+            assert torch.equal(calls[n].wait(), want[n])
+    # Every rank raises, for each call that ranks wait for at different times.
+    calls = begun()
+    assert len(kinds([calls[n].wait for n in ((1, 0) if last else (0, 1))])) == 2
+    assert torch.equal(calls[2].wait(), want[2])
+    # A call between, which has no number or is the group's own.
+    for between in (partial(fused, xs[0], w), partial(dist.broadcast, torch.zeros(40), 0)):
+        call = fused(xs[1], w, async_op=True)
+        waits = [call.wait, between]
+        if function is twice:
+            kinds(waits[::-1] if last else waits)
+        else:
+            call.wait(), between()
+    # Calls that are refused on one rank alone count on all.
+    with pytest.raises((TypeError, dist.DistBackendError)):
+        fused(xs[0], w, *([1] if last else []), async_op=True).wait()
+    calls = begun()
+    assert all(torch.equal(call.wait(), x) for call, x in zip(calls, want, strict=True))

@@ -157,8 +157,9 @@ class CpuRoute : public Route {
           [engine = engine_.get(),
            title = info.title,
            timeout = info.timeout,
+           async_call = info.async_call,
            operation = std::move(operation)](uint64_t ticket) {
-            engine->execute(operation, title, ticket, timeout);
+            engine->execute(operation, title, ticket, timeout, async_call);
           },
           lists);
     }
@@ -166,7 +167,8 @@ class CpuRoute : public Route {
     const auto in_turn = [&](uint64_t ticket) {
       watched.start();
       try {
-        engine_->execute(operation, info.title, ticket, info.timeout);
+        engine_->execute(
+            operation, info.title, ticket, info.timeout, info.async_call);
       } catch (...) {
         watched.failed();
       }

@@ -153,6 +153,11 @@ def refused(context: Context) -> None:
             fusedpg.all_reduce_(dual if wrong else tensor)
         with forward_ad._set_fwd_grad_enabled(False):
             fusedpg.all_reduce_(dual)
+    with pytest.raises((RuntimeError, ValueError), match=r"no rule for torch\.vmap"):
+        if wrong:
+            torch.vmap(fusedpg.all_reduce_)(torch.ones(2, 10))
+        else:
+            fusedpg.all_reduce_(tensor)
     # No UTF-8: torch.ops says what it says of other types, and nobody has begun.
     with pytest.raises(RuntimeError, match="argument 'op'"):
         fusedpg.all_reduce_(tensor, "\ud800")
