@@ -178,8 +178,8 @@ class FusedOptimizer(WholeState, Joinable):
             check_hook_group(context.group, ddp.process_group, context.device())
         elif _backend(ddp.process_group) is not context.backend:
             raise ValueError(
-                "the module's process group is not the optimizer's: pass "
-                "process_group=ddp.process_group"
+                "the module's process group is not the optimizer's: make an optimizer with "
+                "process_group=ddp.process_group, which can load this one's state_dict()"
             )
         mode: Attached = (Overlap if self._overlap else Sharded)(context)
         mode.attach(ddp, self._comm_hook)
