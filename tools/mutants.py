@@ -225,7 +225,7 @@ def outside_brackets(text: str) -> str:
 
 
 def check_form(mutant: Mutant, text: str) -> None:
-    """Whether its two texts can stand where both() puts them, as far as that shows without a
+    """Raises unless its two texts can stand where both() puts them, as far as that shows without a
     compiler, which sees the list only when somebody builds it."""
     begin, _ = span(mutant, text)
     before = re.sub(r"//[^\n]*", "", text[:begin]).rstrip()
@@ -556,7 +556,7 @@ class Results:
         self.folder = work / "results"
         self.folder.mkdir(parents=True, exist_ok=True)
         data = json.loads(saved.read_text()) if saved is not None and saved.exists() else {}
-        # Of each mutant the day of its own run: a report has also results of earlier ones.
+        # Each mutant has the day of its own run, as a report also has results of earlier ones.
         date = {"date": data.get("date")}
         self.saved = {entry["id"]: date | entry for entry in data.get("mutants", [])}
         self.ran: list[str] = data.get("ran", [])

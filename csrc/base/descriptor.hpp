@@ -31,8 +31,8 @@ struct alignas(64) OpDescriptor {
   uint64_t list_length = 1;
   uint64_t shape_hash = 0; // of what `count` does not tell
   uint64_t value_hash = 0; // hyperparameters
-  // Of the asynchronous calls of fused functions on the group: the number of the
-  // one that this is a part of. 0: of none.
+  // The number, on the group, of the asynchronous call of a fused function that
+  // this is a part of. 0: of none.
   uint64_t async_call = 0;
   // Facts that may differ from rank to rank.
   uint64_t flags = 0;

@@ -403,9 +403,9 @@ void bind_group(py::module_& m) {
       .def(
           "set_async_call",
           &ProcessGroupFused::set_async_call,
-          "What this thread does on the group from now on is a part of this "
-          "asynchronous call of a fused function, which ranks compare; 0: of "
-          "none.",
+          "Marks what this thread does on the group from now on as a part of "
+          "this asynchronous call of a fused function, which ranks compare; 0: "
+          "of none.",
           py::arg("number"))
       .def("info", &info_dict, "Facts about the group: see fusedpg.group_info.")
       .def(

@@ -145,8 +145,8 @@ const StepInputs& step_inputs(OpCode op);
 // By name, "fused_adamw_"; ValueError for what is no optimizer step.
 const StepInputs& step_inputs(std::string_view name);
 
-// Why a step that gets a tensor would lose its derivative; empty where it has none
-// that counts. A leaf among the parameters may require grad, as a model's do.
+// Says why a step would lose a tensor's derivative; empty if it would not. A leaf
+// among the parameters may require grad, as a model's do.
 std::string lost_derivative(const char* op, const at::Tensor& t, bool is_param);
 
 // Throws ValueError for what a rank can find wrong alone, RuntimeError where a

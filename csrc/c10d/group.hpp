@@ -126,8 +126,9 @@ class Group : public GroupBase {
     return {type, title, timeout.load(), async_op, async_call()};
   }
 
-  // What this thread does on this group, from now on, is a part of an asynchronous
-  // call of a fused function; see OpDescriptor. Another group's call ends that.
+  // Marks what this thread does on this group from now on as a part of an
+  // asynchronous call of a fused function; see OpDescriptor. Another group's call
+  // ends that.
   void set_async_call(uint64_t number) const;
   uint64_t async_call() const;
 

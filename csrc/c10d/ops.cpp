@@ -54,8 +54,8 @@ class Resolved {
   ProcessGroupFused* fused_;
 };
 
-// Before a call with such a tensor raises on this rank alone: tells the peers,
-// which may wait in it. What is called with tensors on GPUs is not told.
+// Tells the peers, which may wait in the call, before it raises on this rank alone.
+// Peers of a call with tensors on GPUs are not told.
 void tell_refusal(
     c10::string_view group_name,
     const at::Tensor& tensor,
@@ -66,7 +66,7 @@ void tell_refusal(
   }
 }
 
-// Of a call by an operator, whose last argument is the group's name.
+// The same for a call of an operator, whose last argument is the group's name.
 void tell_refusal(
     const c10::OperatorHandle& op,
     const torch::jit::Stack& stack,
@@ -241,8 +241,8 @@ void all_reduce_of_autograd(
       keys & c10::after_ADInplaceOrView_keyset, tensor, op, group_name);
 }
 
-// What torch.func.grad and jvp differentiate has been unwrapped when the step checks
-// its arguments.
+// Checks the tensors that torch.func.grad and jvp differentiate, which are unwrapped
+// when the step checks its arguments.
 void step_of_autograd(
     const c10::OperatorHandle& op,
     c10::DispatchKeySet keys,
@@ -271,7 +271,7 @@ void step_of_autograd(
   op.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);
 }
 
-// torch.vmap would raise on this rank alone.
+// Without this, torch.vmap would raise on this rank alone.
 void under_vmap(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const std::string reason = formatted(
       "fused: {} has no rule for torch.vmap: call it outside",

@@ -404,7 +404,7 @@ class Bridge:
         return None if owner is None else owner()
 
     def others_accumulate(self) -> bool:
-        """Whether ranks with data are in a no_sync(), as DDP's hook of Join has found out."""
+        """True if ranks with data are in a no_sync(); DDP's hook of Join has found it out."""
         ddp = self._ddp()
         return ddp is not None and not ddp.require_forward_param_sync
 
